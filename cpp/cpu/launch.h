@@ -1,0 +1,53 @@
+// Entry points of the CPU kernels. Knows neither XLA nor Python.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/problem.h"
+#include "cpu/executor.h"
+
+namespace jaxflash::cpu {
+
+// What the forward pass writes.
+struct ForwardResults {
+  Tensor output;  // [*B, T, N, Hv], the query's dtype
+  Statistics statistics;
+};
+
+// What the backward pass reads beside the problem.
+struct BackwardInputs {
+  Tensor output_cotangent;  // [*B, T, N, Hv], the query's dtype
+  Statistics statistics;
+  Tensor delta;  // [*B, T, N]: rowsum(output * output_cotangent) - cotangent of the log-sum-exp
+};
+
+// What the backward pass writes; absent results are not computed.
+//
+// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key and value
+// cotangents have the same ones.
+struct BackwardResults {
+  Tensor query;  // [*B, T, N, H]
+  Tensor key;    // [*B, S, K, H]
+  Tensor value;  // [*B, S, K, Hv]
+  Tensor bias;   // the bias's own shape
+  Tensor scale;  // [*B, T, N]: each query's share of the scale's cotangent
+
+  // Sums of the query cotangent before it is scaled, [chunks, *B, T, N, H] in the compute type: one
+  // for each chunk of key tiles that run in parallel. Absent where the query cotangent itself can
+  // hold them (one chunk, compute dtype) or none are needed.
+  Tensor workspace;
+  int64_t chunks = 1;
+  int64_t chunk_stride = 0;  // elements
+};
+
+// The instruction set that the kernels run with, chosen once, and the null-terminated list of those
+// that were built.
+const char* instruction_set();
+const char* const* instruction_sets();
+
+// Both return false where scratch memory (below 2 MiB a thread) cannot be had.
+bool forward(const Problem& problem, const ForwardResults& results, Executor& executor);
+bool backward(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results,
+              Executor& executor);
+
+}  // namespace jaxflash::cpu
