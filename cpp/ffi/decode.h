@@ -1,0 +1,84 @@
+// From XLA's buffers to a Problem, with every size checked.
+//
+// The calls take their operands and results in a fixed order (kOperands below, then what each call
+// adds); an operand that is absent, or a result that is not wanted, is a u8[0] buffer. The Python
+// side (jaxflash/_native.py) has checked everything already; a mismatch here means that the two
+// sides differ in version, and is reported, not trusted.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "attention/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxflash::ffi {
+
+// An array's name and its axes behind the batch dims. T, S, N, K, H, V: design.md's letters (V is
+// Hv); 4: the words of a dropout stream. Small letters may be broadcast.
+struct ArraySpec {
+  const char* name;
+  const char* axes;
+  bool optional;
+};
+
+inline constexpr ArraySpec kOperands[] = {
+    {"query", "TNH", false},
+    {"key", "SKH", false},
+    {"value", "SKV", false},
+    {"bias", "nts", true},
+    {"mask", "nts", true},
+    {"sinks", "N", true},
+    {"scale", "", true},
+    {"query_lengths", "", true},
+    {"key_value_lengths", "", true},
+    {"query_offset", "", true},
+    {"query_segment_ids", "T", true},
+    {"key_value_segment_ids", "S", true},
+    {"dropout_stream", "N4", true},
+};
+inline constexpr size_t kOperandCount = sizeof(kOperands) / sizeof(kOperands[0]);
+
+// Attributes that both calls take.
+struct Attributes {
+  int64_t window_left;
+  int64_t window_right;
+  double soft_cap;
+  int64_t dropout_threshold;
+};
+
+// Decodes the operands and results of one call; keeps the first error.
+class Decoder {
+ public:
+  Decoder(xla::ffi::RemainingArgs operands, xla::ffi::RemainingRets results);
+
+  // Reads sizes, the operands of kOperands and the attributes.
+  Problem problem(const Attributes& attributes);
+
+  // The operand or result at `index`, laid out as `spec` says for `problem`.
+  Tensor operand(const Problem& problem, size_t index, const ArraySpec& spec);
+  Tensor result(const Problem& problem, size_t index, const ArraySpec& spec);
+
+  // A result with one more dim in front, whose size and stride come back by reference.
+  Tensor stacked_result(const Problem& problem, size_t index, const ArraySpec& spec,
+                        int64_t& count, int64_t& stride);
+
+  // Reports an error unless `holds`.
+  void require(bool holds, const std::string& message);
+
+  xla::ffi::Error error() const { return error_; }
+  bool ok() const { return error_.success(); }
+
+ private:
+  xla::ffi::AnyBuffer buffer(size_t index, bool is_result);
+  void fail(const std::string& message);
+
+  Tensor tensor(const Problem& problem, xla::ffi::AnyBuffer buffer, int64_t leading,
+                const ArraySpec& spec);
+
+  xla::ffi::RemainingArgs operands_;
+  xla::ffi::RemainingRets results_;
+  xla::ffi::Error error_;
+};
+
+}  // namespace jaxflash::ffi
