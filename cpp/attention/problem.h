@@ -67,7 +67,7 @@ struct Problem {
 // probabilities exp(logit - lse) would be lost where logits are large.
 struct Statistics {
   Tensor logit_max;  // [*B, T, N]; -inf where a query sees nothing
-  Tensor log_sum;    // [*B, T, N]; log of the sum of exp(logit - logit_max); 0 where nothing is seen
+  Tensor log_sum;  // [*B, T, N]; log of the sum of exp(logit - logit_max); 0 where nothing is seen
 };
 
 // Element offset of batch `b` in an operand.

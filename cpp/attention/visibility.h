@@ -47,33 +47,33 @@ JAXFLASH_INLINE Extent extent_of(const Problem& problem, int64_t b) {
           problem.window_right};
 }
 
+// [begin, end) within 0 .. length. Both ends stay monotonic where the range is empty.
+JAXFLASH_INLINE Range clamped(int64_t begin, int64_t end, int64_t length) {
+  return {clamp_to(begin, 0, length), clamp_to(end, 0, length)};
+}
+
 // Keys in the range of query `row`; empty for a row past the query length.
 JAXFLASH_INLINE Range keys_of_row(const Extent& extent, int64_t row) {
   if (row >= extent.query_length) return {0, 0};
   const int64_t position = row + extent.query_offset;
-  const int64_t begin = extent.window_left == kUnlimited
-                            ? 0
-                            : clamp_to(position - extent.window_left, 0, extent.key_length);
-  const int64_t end = extent.window_right == kUnlimited
-                          ? extent.key_length
-                          : min_of(position + extent.window_right + 1, extent.key_length);
-  return {begin, max_of(begin, end)};
+  const int64_t begin = extent.window_left == kUnlimited ? 0 : position - extent.window_left;
+  const int64_t end =
+      extent.window_right == kUnlimited ? extent.key_length : position + extent.window_right + 1;
+  return clamped(begin, end, extent.key_length);
 }
 
 // Keys that at least one of `rows` has in its range. `rows` is not empty.
 JAXFLASH_INLINE Range keys_of_any_row(const Extent& extent, Range rows) {
   const int64_t last = min_of(rows.end, extent.query_length) - 1;
   if (last < rows.begin) return {0, 0};
-  const int64_t begin = keys_of_row(extent, rows.begin).begin;
-  return {begin, max_of(begin, keys_of_row(extent, last).end)};
+  return {keys_of_row(extent, rows.begin).begin, keys_of_row(extent, last).end};
 }
 
 // Keys that every existing one of `rows` has in its range. `rows` is not empty.
 JAXFLASH_INLINE Range keys_of_every_row(const Extent& extent, Range rows) {
   const int64_t last = min_of(rows.end, extent.query_length) - 1;
   if (last < rows.begin) return {0, 0};
-  const int64_t begin = keys_of_row(extent, last).begin;
-  return {begin, max_of(begin, keys_of_row(extent, rows.begin).end)};
+  return {keys_of_row(extent, last).begin, keys_of_row(extent, rows.begin).end};
 }
 
 // Rows that have at least one of `keys` in their range. `keys` is not empty.
@@ -82,12 +82,11 @@ JAXFLASH_INLINE Range rows_of_any_key(const Extent& extent, Range keys) {
   if (last < keys.begin) return {0, 0};
   const int64_t begin = extent.window_right == kUnlimited
                             ? 0
-                            : max_of(keys.begin - extent.window_right - extent.query_offset, 0);
-  const int64_t end =
-      extent.window_left == kUnlimited
-          ? extent.query_length
-          : min_of(last + extent.window_left - extent.query_offset + 1, extent.query_length);
-  return {begin, max_of(begin, end)};
+                            : keys.begin - extent.window_right - extent.query_offset;
+  const int64_t end = extent.window_left == kUnlimited
+                          ? extent.query_length
+                          : last + extent.window_left - extent.query_offset + 1;
+  return clamped(begin, end, extent.query_length);
 }
 
 // What rows see of a tile of keys, by the ranges alone.

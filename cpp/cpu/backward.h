@@ -3,8 +3,8 @@
 //
 // One task owns the cotangents of the keys of one (batch, key head) and adds up the query cotangent
 // of its own query heads, so no two tasks ever write to the same place and the result does not
-// depend on the number of threads. With fewer (batch, key head) pairs than threads, the key tiles of
-// a pair are dealt to several tasks, each with sums of its own.
+// depend on the number of threads. With fewer (batch, key head) pairs than threads, the key tiles
+// of a pair are dealt to several tasks, each with sums of its own.
 #pragma once
 
 #include <cstdint>
@@ -144,12 +144,13 @@ inline void compute_probabilities(const Problem& problem, Range keys, const Logi
 
 // Fills `gradients` from the probabilities before dropout.
 template <class T>
-inline void compute_gradients(const Problem& problem, int64_t key_count, BackwardArrays<T>& arrays) {
+inline void compute_gradients(const Problem& problem, int64_t key_count,
+                              BackwardArrays<T>& arrays) {
   const int64_t width = arrays.tile.width;
   T* const gradients = arrays.gradients;
   gemm<T, Store::kAssign>(key_count, width, problem.value_dim,
-                          {arrays.value, padded<T>(problem.value_dim), 1},
-                          arrays.cotangent_columns, kTileRows, gradients, kTileRows);
+                          {arrays.value, padded<T>(problem.value_dim), 1}, arrays.cotangent_columns,
+                          kTileRows, gradients, kTileRows);
   if (problem.dropout_threshold != 0) {
     multiply_tile(key_count, width, arrays.factors, gradients);
   }

@@ -37,8 +37,7 @@ JAXFLASH_INLINE uint16_t f16_from_float(float x) {
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-  const uint32_t subnormal =
-      bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;  // 2^-14
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const bool overflows = magnitude >= 0x477ff000u;  // 65520 rounds to infinity

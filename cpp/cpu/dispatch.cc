@@ -26,15 +26,14 @@ const Kernels& kernels() {
 const char* instruction_set() { return kernels().instruction_set; }
 
 const char* const* instruction_sets() {
-  static const char* const sets[] = {
-      "baseline",
+  static const char* const sets[] = {"baseline",
 #if defined(JAXFLASH_HAS_AVX2)
-      "avx2",
+                                     "avx2",
 #endif
 #if defined(JAXFLASH_HAS_AVX512)
-      "avx512",
+                                     "avx512",
 #endif
-      nullptr};
+                                     nullptr};
   return sets;
 }
 

@@ -51,8 +51,7 @@ struct ForwardArrays {
         value(scratch.take<T>(kTileKeys * padded<T>(problem.value_dim))),
         logits(scratch.take<T>(kTileKeys * kTileRows)),
         factors(scratch.take<T>(problem.dropout_threshold != 0 ? kTileKeys * kTileRows : 0)),
-        rows(scratch.take<T>(kTileRows *
-                             padded<T>(max_of(problem.head_dim, problem.value_dim)))) {}
+        rows(scratch.take<T>(kTileRows * padded<T>(max_of(problem.head_dim, problem.value_dim)))) {}
 };
 
 template <class T>
@@ -65,8 +64,8 @@ inline void begin_rows(const Problem& problem, T* staging, RowState<T>& state) {
   // The sink is a logit that is there before any key.
   T sink = -infinity<T>();
   if (problem.sinks.data != nullptr) {
-    sink = static_cast<const T*>(problem.sinks.data)[row_offset(problem, problem.sinks, tile.b,
-                                                                tile.head, 0)];
+    sink = static_cast<const T*>(
+        problem.sinks.data)[row_offset(problem, problem.sinks, tile.b, tile.head, 0)];
   }
   for (int64_t r = 0; r < kTileRows; ++r) {
     state.peak[r] = sink;
@@ -152,12 +151,11 @@ inline void finish_rows(const Problem& problem, const ForwardResults& results, T
   std::memset(staging + tile.rows * stride, 0, (rows - tile.rows) * stride * sizeof(T));
   const Tensor& peaks = results.statistics.logit_max;
   const Tensor& sums = results.statistics.log_sum;
-  T* const peak = static_cast<T*>(peaks.data) +
-                  row_offset(problem, peaks, tile.b, tile.head, tile.first);
-  T* const log_sum = static_cast<T*>(sums.data) +
-                     row_offset(problem, sums, tile.b, tile.head, tile.first);
-  const int64_t output =
-      row_offset(problem, results.output, tile.b, tile.head, tile.first);
+  T* const peak =
+      static_cast<T*>(peaks.data) + row_offset(problem, peaks, tile.b, tile.head, tile.first);
+  T* const log_sum =
+      static_cast<T*>(sums.data) + row_offset(problem, sums, tile.b, tile.head, tile.first);
+  const int64_t output = row_offset(problem, results.output, tile.b, tile.head, tile.first);
   for (int64_t r = 0; r < rows; ++r) {
     const bool sees = r < tile.rows && state.peak[r] != -infinity<T>();
     peak[r * peaks.row] = sees ? state.peak[r] : -infinity<T>();
@@ -212,8 +210,7 @@ inline bool forward(const Problem& problem, const ForwardResults& results, Execu
   const int64_t heads = problem.batches * problem.key_heads;
   // Enough tasks to keep all threads busy to the end, then as few loads of keys as possible.
   const int64_t wanted_tasks = 4 * max_of(executor.thread_count(), 1);
-  const int64_t per_task =
-      clamp_to(heads * row_tiles / wanted_tasks, 1, kRowTilesPerTask);
+  const int64_t per_task = clamp_to(heads * row_tiles / wanted_tasks, 1, kRowTilesPerTask);
   const int64_t tasks_per_head = tiles_of(row_tiles, per_task);
   return for_each_task<ForwardArrays<T>>(
       executor, heads * tasks_per_head, problem, [&](ForwardArrays<T>& arrays, int64_t task) {

@@ -55,7 +55,8 @@ JAXFLASH_INLINE void gemm_columns(int64_t rows, int64_t depth, Strided<T> a, con
     c += kRows * c_stride;
   }
   if constexpr (kRows > 1) {
-    if (rows > 0) gemm_columns<T, kRows / 2, kVectors, kStore>(rows, depth, a, b, b_stride, c, c_stride);
+    if (rows > 0)
+      gemm_columns<T, kRows / 2, kVectors, kStore>(rows, depth, a, b, b_stride, c, c_stride);
   }
 }
 

@@ -17,9 +17,8 @@ bool run_forward(const Problem& problem, const ForwardResults& results, Executor
 
 bool run_backward(const Problem& problem, const BackwardInputs& inputs,
                   const BackwardResults& results, Executor& executor) {
-  return problem.query.dtype == DType::kF64
-             ? backward<double>(problem, inputs, results, executor)
-             : backward<float>(problem, inputs, results, executor);
+  return problem.query.dtype == DType::kF64 ? backward<double>(problem, inputs, results, executor)
+                                            : backward<float>(problem, inputs, results, executor);
 }
 
 }  // namespace

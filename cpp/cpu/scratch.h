@@ -33,8 +33,7 @@ class Scratch {
 // Calls task(arrays, index) for every task of the queue, on as many threads as the executor has.
 // `Arrays` is constructible from (sizes, Scratch&) and made once a thread. False without memory.
 template <class Arrays, class Sizes, class Task>
-inline bool for_each_task(Executor& executor, int64_t count, const Sizes& sizes,
-                          const Task& task) {
+inline bool for_each_task(Executor& executor, int64_t count, const Sizes& sizes, const Task& task) {
   struct Context {
     const Sizes& sizes;
     const Task& task;

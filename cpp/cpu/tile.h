@@ -18,12 +18,14 @@
 
 namespace jaxflash::cpu::JAXFLASH_ISA {
 
-// A [64][head dim] tile of rows and a [128][64] tile of logits stay in L1 and L2; both are multiples
-// of every vector width and of the 16x16 blocks of dropout.
+// A [64][head dim] tile of rows and a [128][64] tile of logits stay in L1 and L2; both are
+// multiples of every vector width and of the 16x16 blocks of dropout.
 inline constexpr int64_t kTileRows = 64;
 inline constexpr int64_t kTileKeys = 128;
 
-JAXFLASH_INLINE int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
+JAXFLASH_INLINE int64_t tiles_of(int64_t length, int64_t tile) {
+  return (length + tile - 1) / tile;
+}
 
 template <class T>
 JAXFLASH_INLINE int64_t padded(int64_t count) {
@@ -87,7 +89,7 @@ inline void place(const Problem& problem, int64_t b, int64_t head, int64_t first
   tile.any = keys_of_any_row(tile.extent, tile.span());
   for (int64_t r = 0; r < tile.width; ++r) {
     const Range keys = keys_of_row(tile.extent, first + r);
-    tile.key_begin[r] = static_cast<Int<T>>(min_of(keys.begin, problem.key_length));
+    tile.key_begin[r] = static_cast<Int<T>>(keys.begin);
     tile.key_end[r] = static_cast<Int<T>>(keys.end);
   }
   if (problem.query_segment_ids.data != nullptr) {
@@ -138,11 +140,11 @@ inline void load_statistic(const Problem& problem, const Tensor& tensor, const R
 template <class T>
 struct LogitRules {
   T scale = 1;
-  T soft_cap = 0;                     // 0: none
-  bool ranges = false;                // some keys are outside some row's range
-  const int32_t* key_ids = nullptr;   // segment ids of the tile's keys, where they must be compared
-  const T* addend = nullptr;          // [key][kTileRows]: bias, and -inf where the mask hides
-  T* slope = nullptr;                 // out, [key][kTileRows]: d capped / d scaled, with a soft cap
+  T soft_cap = 0;                    // 0: none
+  bool ranges = false;               // some keys are outside some row's range
+  const int32_t* key_ids = nullptr;  // segment ids of the tile's keys, where they must be compared
+  const T* addend = nullptr;         // [key][kTileRows]: bias, and -inf where the mask hides
+  T* slope = nullptr;                // out, [key][kTileRows]: d capped / d scaled, with a soft cap
 };
 
 // What the mask shows of a tile.
@@ -191,8 +193,7 @@ inline void load_addend(const Problem& problem, const RowTile<T>& tile, Range ke
       }
     }
   }
-  std::memset(rows + tile.rows * kTileKeys, 0,
-              (tile.width - tile.rows) * kTileKeys * sizeof(T));
+  std::memset(rows + tile.rows * kTileKeys, 0, (tile.width - tile.rows) * kTileKeys * sizeof(T));
   transpose(rows, kTileKeys, tile.width, padded<T>(columns), addend, kTileRows);
 }
 
@@ -224,8 +225,7 @@ inline bool find_rules(const Problem& problem, const RowTile<T>& tile, Range key
 
   rules.key_ids = nullptr;
   if (problem.key_value_segment_ids.data != nullptr) {
-    const int32_t* ids =
-        segment_row(problem, problem.key_value_segment_ids, tile.b) + keys.begin;
+    const int32_t* ids = segment_row(problem, problem.key_value_segment_ids, tile.b) + keys.begin;
     const TileVisibility segments =
         segment_visibility(tile.segments, bounds_of(ids, keys.end - keys.begin));
     if (segments == TileVisibility::kNone) return false;
@@ -265,8 +265,8 @@ JAXFLASH_INLINE Vec<T> logit(const LogitRules<T>& rules, const RowTile<T>& tile,
     s = addend == -infinity<T>() ? addend : s + addend;
   }
   if (rules.ranges) {
-    const IntVec<T> seen = (load(tile.key_begin + lane) <= position) &
-                           (load(tile.key_end + lane) > position);
+    const IntVec<T> seen =
+        (load(tile.key_begin + lane) <= position) & (load(tile.key_end + lane) > position);
     s = seen ? s : broadcast(-infinity<T>());
   }
   if (rules.key_ids != nullptr) {
@@ -326,9 +326,8 @@ inline void dropout_factors(const Problem& problem, const RowTile<T>& tile, Rang
     RowWords row_word;
     for (int r = 0; r < 8; ++r) row_word[r] = dropout_row_word(tile.first + row + r);
     for (int64_t pair = 0; pair < count; pair += (pair % 8 == 6) ? 10 : 2) {
-      PhiloxWords<RowWords> draws = {
-          {row_word, RowWords{} + dropout_column_word(keys.begin + pair), RowWords{} + words[2],
-           RowWords{} + words[3]}};
+      PhiloxWords<RowWords> draws = {{row_word, RowWords{} + dropout_column_word(keys.begin + pair),
+                                      RowWords{} + words[2], RowWords{} + words[3]}};
       draws = philox(draws, key, MultiplyHigh());
       for (int half = 0; half < 2; ++half) {
         for (int side = 0; side < 2; ++side) {

@@ -110,11 +110,11 @@ struct ExpTable<float> {
 
 template <>
 struct ExpTable<double> {
-  static constexpr double kQ[] = {0.500000000000000102,    0.166666666666666675,
-                                  0.0416666666666241619,   0.00833333333333006445,
-                                  0.00138888889171967191,  0.000198412698630405453,
+  static constexpr double kQ[] = {0.500000000000000102,     0.166666666666666675,
+                                  0.0416666666666241619,    0.00833333333333006445,
+                                  0.00138888889171967191,   0.000198412698630405453,
                                   0.0000248015213223686933, 2.75572684803100255e-6,
-                                  2.76200758799833666e-7,  2.51003758325612337e-8};
+                                  2.76200758799833666e-7,   2.51003758325612337e-8};
   static constexpr double kLog2e = 1.4426950408889634074;
   static constexpr double kLn2High = 0.6931467056274414;
   static constexpr double kLn2Low = 4.7493250390316723212e-7;
@@ -153,8 +153,7 @@ template <class T>
 JAXFLASH_INLINE Vec<T> exp(Vec<T> x) {
   using Table = ExpTable<T>;
   const Vec<T> clamped = x < Table::kLeast ? broadcast<T>(Table::kLeast) : x;
-  const ReducedExp<T> e =
-      reduced_exp<T>(min_keeping_nan(clamped, broadcast<T>(Table::kGreatest)));
+  const ReducedExp<T> e = reduced_exp<T>(min_keeping_nan(clamped, broadcast<T>(Table::kGreatest)));
   const Vec<T> value = e.power * e.tail + e.power;
   return x < Table::kLeast ? Vec<T>{} : value;
 }
@@ -182,10 +181,10 @@ JAXFLASH_INLINE T sum_of_lanes(Vec<T> v) {
 template <int kStep, class V, int... kLane>
 JAXFLASH_INLINE void trade_lanes(V& a, V& b, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
-  const V low = __builtin_shufflevector(
-      a, b, ((kLane & kStep) == 0 ? kLane : kLane - kStep + kCount)...);
-  const V high = __builtin_shufflevector(
-      a, b, ((kLane & kStep) == 0 ? kLane + kStep : kLane + kCount)...);
+  const V low =
+      __builtin_shufflevector(a, b, ((kLane & kStep) == 0 ? kLane : kLane - kStep + kCount)...);
+  const V high =
+      __builtin_shufflevector(a, b, ((kLane & kStep) == 0 ? kLane + kStep : kLane + kCount)...);
   a = low;
   b = high;
 }
@@ -196,8 +195,7 @@ JAXFLASH_INLINE void trade_blocks(Vec<T> (&rows)[kLanes<T>]) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes<T>; ++i) {
       if ((i & kStep) == 0) {
-        trade_lanes<kStep>(rows[i], rows[i + kStep],
-                           std::make_integer_sequence<int, kLanes<T>>());
+        trade_lanes<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes<T>>());
       }
     }
     trade_blocks<T, kStep / 2>(rows);

@@ -55,8 +55,7 @@ void require_common_types(Decoder& decoder, const Problem& problem, const Statis
 Error forward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, int64_t window_left,
               int64_t window_right, double soft_cap, int64_t dropout_threshold) {
   Decoder decoder(operands, returns);
-  const Problem problem =
-      decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
+  const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
   if (!decoder.ok()) return decoder.error();
   cpu::ForwardResults results;
   results.output = decoder.result(problem, 0, {"output", "TNV", false});
@@ -71,8 +70,7 @@ Error forward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, in
 Error backward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, int64_t window_left,
                int64_t window_right, double soft_cap, int64_t dropout_threshold) {
   Decoder decoder(operands, returns);
-  const Problem problem =
-      decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
+  const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
   if (!decoder.ok()) return decoder.error();
 
   cpu::BackwardInputs inputs;
@@ -90,8 +88,8 @@ Error backward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, i
   results.value = decoder.result(problem, 2, {"value cotangent", "SKV", true});
   results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", true});
   results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", true});
-  results.workspace = decoder.stacked_result(problem, 5, {"workspace", "TNH", true},
-                                             results.chunks, results.chunk_stride);
+  results.workspace = decoder.stacked_result(problem, 5, {"workspace", "TNH", true}, results.chunks,
+                                             results.chunk_stride);
   require_compute_type(decoder, problem, results.scale, "scale cotangent");
   require_compute_type(decoder, problem, results.workspace, "workspace");
   const bool wants_query = results.query.data != nullptr || results.scale.data != nullptr;

@@ -24,26 +24,48 @@ bool is_absent(AnyBuffer buffer) {
 
 bool dtype_of(DataType type, DType& dtype) {
   switch (type) {
-    case DataType::BF16: dtype = DType::kBF16; return true;
-    case DataType::F16: dtype = DType::kF16; return true;
-    case DataType::F32: dtype = DType::kF32; return true;
-    case DataType::F64: dtype = DType::kF64; return true;
-    case DataType::PRED: dtype = DType::kBool; return true;
-    case DataType::S32: dtype = DType::kS32; return true;
-    case DataType::U32: dtype = DType::kU32; return true;
-    default: return false;
+    case DataType::BF16:
+      dtype = DType::kBF16;
+      return true;
+    case DataType::F16:
+      dtype = DType::kF16;
+      return true;
+    case DataType::F32:
+      dtype = DType::kF32;
+      return true;
+    case DataType::F64:
+      dtype = DType::kF64;
+      return true;
+    case DataType::PRED:
+      dtype = DType::kBool;
+      return true;
+    case DataType::S32:
+      dtype = DType::kS32;
+      return true;
+    case DataType::U32:
+      dtype = DType::kU32;
+      return true;
+    default:
+      return false;
   }
 }
 
 int64_t axis_size(const Problem& problem, char axis) {
   switch (std::toupper(axis)) {
-    case 'T': return problem.query_length;
-    case 'S': return problem.key_length;
-    case 'N': return problem.query_heads;
-    case 'K': return problem.key_heads;
-    case 'H': return problem.head_dim;
-    case 'V': return problem.value_dim;
-    default: return axis - '0';
+    case 'T':
+      return problem.query_length;
+    case 'S':
+      return problem.key_length;
+    case 'N':
+      return problem.query_heads;
+    case 'K':
+      return problem.key_heads;
+    case 'H':
+      return problem.head_dim;
+    case 'V':
+      return problem.value_dim;
+    default:
+      return axis - '0';
   }
 }
 
@@ -51,11 +73,14 @@ int64_t& axis_stride(Tensor& tensor, char axis) {
   switch (axis) {
     case 'N':
     case 'K':
-    case 'n': return tensor.head;
+    case 'n':
+      return tensor.head;
     case 'T':
     case 'S':
-    case 't': return tensor.row;
-    default: return tensor.column;
+    case 't':
+      return tensor.row;
+    default:
+      return tensor.column;
   }
 }
 

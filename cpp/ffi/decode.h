@@ -60,8 +60,8 @@ class Decoder {
   Tensor result(const Problem& problem, size_t index, const ArraySpec& spec);
 
   // A result with one more dim in front, whose size and stride come back by reference.
-  Tensor stacked_result(const Problem& problem, size_t index, const ArraySpec& spec,
-                        int64_t& count, int64_t& stride);
+  Tensor stacked_result(const Problem& problem, size_t index, const ArraySpec& spec, int64_t& count,
+                        int64_t& stride);
 
   // Reports an error unless `holds`.
   void require(bool holds, const std::string& message);
