@@ -1,0 +1,232 @@
+"""Blockwise attention in pure JAX: forward, tangent and backward in O(B*N*T) memory.
+
+It runs on every platform JAX has, and is what the primitives are differentiated through a second
+time, so that `tangent` and `backward` must themselves be differentiable: bodies of loops are
+rematerialised, and every `where` is guarded on both sides, so that no NaN or infinity of an
+unselected branch reaches a gradient.
+
+How operands are cut into blocks is described in `_blocks`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxflash._blocks import Block, BlockedAttention, rematerialised
+from jaxflash._operands import Config, Operands
+
+
+def _at_config_precision(function: Callable) -> Callable:
+    """Traces `function(config, ...)` under the matmul precision that the call was made with."""
+
+    @functools.wraps(function)
+    def wrapped(config: Config, *args, **kwargs):
+        with jax.default_matmul_precision(config.precision):
+            return function(config, *args, **kwargs)
+
+    return wrapped
+
+
+@_at_config_precision
+def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of every row.
+
+    Returns:
+      output `[*b, T, N, Hv]` in the query's dtype; logit_max `[*b, T, N]`, a number near the row's
+      greatest logit, -inf where the row sees nothing; log_sum `[*b, T, N]`, the logarithm of
+      sum_j exp(logit_j - logit_max), 0 where the row sees nothing. The latter two have the compute
+      dtype.
+    """
+    problem = BlockedAttention(config, operands)
+
+    def row_body(row: Block) -> tuple[jax.Array, ...]:
+        row = problem.load_row(row)
+
+        def column_body(carry, column: Block):
+            accumulator, row_max, row_sum = carry
+            logits, visible, _ = problem.logits(row, column)
+            logits = jnp.where(visible, logits, -jnp.inf)
+            new_max = jnp.maximum(row_max, jnp.max(logits, axis=-1))
+            # Where nothing was seen yet any finite reference does: the exponentials are all 0.
+            reference = jnp.where(new_max == -jnp.inf, 0, new_max)
+            weights = jnp.exp(logits - reference[..., None])
+            shrink = jnp.exp(row_max - reference)
+            row_sum = row_sum * shrink + jnp.sum(weights, axis=-1)
+            weights = problem.drop(weights, row, column)
+            update = problem.dot("kgqs,skv->kgqv", weights, column["value"])
+            return accumulator * shrink[..., None] + update, new_max, row_sum
+
+        init = (problem.zeros("v"), *problem.initial_statistics(row))
+        accumulator, row_max, row_sum = problem.scan_columns(column_body, init, row)
+        row_sum = jnp.where(row_max == -jnp.inf, 1, row_sum)
+        output = (accumulator / row_sum[..., None]).astype(problem.dtype)
+        return tuple(map(problem.to_rows, (output, row_max, jnp.log(row_sum))))
+
+    output, logit_max, log_sum = problem.map_rows(row_body)
+    return output, logit_max, log_sum
+
+
+@_at_config_precision
+def tangent(
+    config: Config,
+    operands: Operands,
+    residuals: Sequence[jax.Array],
+    tangents: Operands,
+) -> tuple[jax.Array, jax.Array]:
+    """The derivative of (output, log-sum-exp) in the direction of `tangents`, linear in them.
+
+    Args:
+      config: what is static.
+      operands: operands of the forward pass.
+      residuals: its results output, logit_max, log_sum.
+      tangents: tangents of some of the differentiable operands; batch axes of size 1 or full.
+
+    Returns:
+      d_output `[*b, T, N, Hv]` in the query's dtype, d_lse `[*b, T, N]` in the compute dtype.
+    """
+    problem = BlockedAttention(config, operands)
+    output, logit_max, log_sum = residuals
+    row_arrays = {"output": output, "logit_max": logit_max, "log_sum": log_sum}
+    column_arrays = {f"d_{name}": tangents[name] for name in ("key", "value") if name in tangents}
+    if "query" in tangents:
+        row_arrays["d_query"] = tangents["query"]
+
+    def row_body(row: Block) -> tuple[jax.Array, ...]:
+        row = problem.load_row(row)
+        d_scaled_query = problem.scaled_query_tangent(row, tangents.get("scale"))
+
+        def column_body(carry, column: Block):
+            d_output, d_lse = carry
+            weights, visible, slope = problem.weights(row, column)
+            d_logits = jnp.zeros_like(weights)
+            if d_scaled_query is not None:
+                d_logits += problem.dot("qkgh,skh->kgqs", d_scaled_query, column["key"])
+            if "d_key" in column:
+                d_logits += problem.dot("qkgh,skh->kgqs", row["scaled_query"], column["d_key"])
+            d_logits *= slope
+            if "bias" in tangents:
+                d_bias = problem.pair_block(tangents["bias"], row, column)
+                d_logits += d_bias.astype(d_logits.dtype)
+            d_logits = jnp.where(visible, d_logits, 0)
+            dropped = problem.drop(weights, row, column)
+            d_lse += jnp.sum(weights * d_logits, axis=-1)
+            d_output += problem.dot("kgqs,skv->kgqv", dropped * d_logits, column["value"])
+            if "d_value" in column:
+                d_output += problem.dot("kgqs,skv->kgqv", dropped, column["d_value"])
+            return d_output, d_lse
+
+        init = (problem.zeros("v"), problem.zeros(""))
+        d_output, d_lse = problem.scan_columns(column_body, init, row, column_arrays)
+        if "sinks" in tangents:
+            d_sinks = problem.split_heads(tangents["sinks"], -1)[..., None]
+            d_lse += problem.sink_weights(row) * d_sinks
+        d_output -= d_lse[..., None] * problem.from_rows(row["output"])
+        return problem.to_rows(d_output.astype(problem.dtype)), problem.to_rows(d_lse)
+
+    d_output, d_lse = problem.map_rows(row_body, row_arrays)
+    return d_output, d_lse
+
+
+@_at_config_precision
+def backward(
+    config: Config,
+    operands: Operands,
+    residuals: Operands,
+    wanted: dict[str, tuple[int, ...]],
+) -> Operands:
+    """The cotangents of query, key, value, bias and scale, those that are wanted.
+
+    Args:
+      config: what is static.
+      operands: operands of the forward pass.
+      residuals: `output_cotangent` `[*b, T, N, Hv]`; `logit_max`, `log_sum`, `delta` `[*b, T, N]`
+        in the compute dtype, delta_i = sum_h d_output_ih output_ih - d_lse_i.
+      wanted: names and shapes of the cotangents; of key, value and bias the batch axes may be 1
+        where the operand's are: the sum.
+
+    Returns:
+      The cotangents by name in their operands' dtypes; that of the scale is `[*b, T, N]` in the
+      compute dtype, still to be summed.
+    """
+    problem = BlockedAttention(config, operands)
+    if not (problem.row_count and problem.column_count):
+        dtypes = {name: operands[name].dtype for name in wanted}
+        return {name: problem.zeros_of(shape, dtypes[name]) for name, shape in wanted.items()}
+
+    keep = {name: wanted[name][: problem.rank] for name in ("key", "value") if name in wanted}
+    need_dquery = "query" in wanted or "scale" in wanted
+    need_dlogits = need_dquery or "key" in wanted or "bias" in wanted
+
+    # Carried over the blocks of columns: sums of the query's and the bias's cotangents.
+    rows = problem.row_blocks(residuals)
+    row_sums = {}
+    if need_dquery:
+        row_sums["query"] = problem.zeros_of(rows["query"].shape)
+    bias_sum = {}
+    if "bias" in wanted:
+        bias_sum["bias"] = problem.zeros_of(wanted["bias"])
+
+    def column_body(carry, column: Block):
+        column = problem.load_column(column)
+
+        def pair_body(carry, row: Block, row_sum: Block):
+            column_sum, bias_sum = dict(carry[0]), dict(carry[1])
+            row, row_sum = problem.load_row(row), dict(row_sum)
+            weights, _, slope = problem.weights(row, column)
+            d_output = row["output_cotangent"]
+            if "value" in column_sum:
+                dropped = problem.drop(weights, row, column)
+                column_sum["value"] += problem.dot(
+                    "kgqs,qkgv->skv", dropped, d_output, keep["value"]
+                )
+            if not need_dlogits:
+                return (column_sum, bias_sum), row_sum
+            d_weights = problem.dot("qkgv,skv->kgqs", d_output, column["value"])
+            d_weights = problem.drop(d_weights, row, column)
+            d_logits = weights * (d_weights - problem.from_rows(row["delta"])[..., None])
+            if bias_sum:
+                bias_sum["bias"] = problem.add_pair_block(bias_sum["bias"], d_logits, row, column)
+            d_logits *= slope
+            if "key" in column_sum:
+                column_sum["key"] += problem.dot(
+                    "kgqs,qkgh->skh", d_logits, row["scaled_query"], keep["key"]
+                )
+            if row_sum:
+                d_query = problem.dot("kgqs,skh->qkgh", d_logits, column["key"])
+                row_sum["query"] += d_query.reshape(row_sum["query"].shape)
+            return (column_sum, bias_sum), row_sum
+
+        def row_body(carry, inputs):
+            row, row_sum = inputs
+            skipped = carry, row_sum
+            return problem.if_seen(row, column, lambda: pair_body(carry, row, row_sum), skipped)
+
+        row_sums, bias_sum = carry
+        column_sum = {
+            name: problem.zeros_of((*keep[name], *column[name].shape[problem.rank :]))
+            for name in keep
+        }
+        (column_sum, bias_sum), row_sums = lax.scan(
+            rematerialised(row_body), (column_sum, bias_sum), (rows, row_sums)
+        )
+        return (row_sums, bias_sum), column_sum
+
+    (row_sums, bias_sum), column_sums = lax.scan(
+        rematerialised(column_body), (row_sums, bias_sum), problem.column_blocks()
+    )
+    results = bias_sum | {
+        name: problem.merge(blocks, problem.column_count) for name, blocks in column_sums.items()
+    }
+    if need_dquery:
+        d_scaled_query = problem.merge(row_sums["query"], problem.row_count)
+        query, scale = problem.live_query(), problem.per_batch("scale", 3)
+        if "query" in wanted:
+            results["query"] = d_scaled_query * scale
+        if "scale" in wanted:
+            results["scale"] = jnp.sum(d_scaled_query * query, axis=-1)
+    return {name: results[name].astype(operands[name].dtype) for name in wanted}
