@@ -1,0 +1,54 @@
+"""Draws the curves of several runs into one picture, and says how far apart they are.
+
+Example:
+    python examples/compare_curves.py runs/transformer-tiny-jaxflash runs/transformer-tiny-jax
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from common.curves import Curve, Metrics, plot
+
+
+def largest_difference(one: Curve, other: Curve) -> float:
+    """The largest difference in loss, over the steps that both curves have."""
+    losses = dict(zip(other.step, other.loss, strict=True))
+    return max(
+        (
+            abs(loss - losses[step])
+            for step, loss in zip(one.step, one.loss, strict=True)
+            if step in losses
+        ),
+        default=float("nan"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.json")
+    parser.add_argument("--out", type=Path, default=Path("comparison.png"), help="the picture")
+    options = parser.parse_args()
+
+    runs = {}
+    for folder in options.runs:
+        path = folder / "metrics.json"
+        if not path.is_file():
+            sys.exit(f"error: no {path}: expected the folder of a finished run")
+        runs[folder.resolve().name] = Metrics.read(path)
+
+    first_name, first = next(iter(runs.items()))
+    for name, run in runs.items():
+        print(
+            f"{name}: final validation loss {run.validation.loss[-1]:.4f}; largest difference from "
+            f"{first_name}: {largest_difference(first.training, run.training):.4f} in training, "
+            f"{largest_difference(first.validation, run.validation):.4f} in validation"
+        )
+    plot(runs, options.out)
+    print(f"curves in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
