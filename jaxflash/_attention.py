@@ -167,6 +167,8 @@ def flash_attention(
       NotImplementedError: `implementation="native"`, and there are no kernels for the platform.
 
     Example:
+      >>> import jax
+      >>> from jaxflash import flash_attention
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1024, 8, 64), jax.numpy.bfloat16)
       >>> flash_attention(q, k, v, is_causal=True, local_window_size=(256, None)).shape
       (2, 1024, 8, 64)
@@ -209,7 +211,7 @@ def flash_attention(
         implementation=implementation,
         precision=_matmul_precision(query.dtype),
     )
-    output, logit_max, log_sum = _primitives.forward(
+    output, logit_max, log_sum = _primitives.attention(
         config, [operands[name] for name in config.operands]
     )
     if not return_residual:

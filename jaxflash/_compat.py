@@ -5,13 +5,13 @@ Everything here must be tried on every supported JAX version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.interpreters import ad
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def varying_axes(*arrays: Any) -> frozenset:
@@ -39,25 +39,35 @@ def vary_alike(arrays: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
 
 
 def result_type(like: Any, shape: Sequence[int], dtype: Any) -> Any:
-    """The type of a result with leading axes of `like`: same varying axes, same leading sharding.
-
-    Args:
-      like: abstract value of an operand.
-      shape: shape of the result.
-      dtype: dtype of the result.
-    """
-    spec = [
-        name if axis < len(like.shape) and like.shape[axis] == size else None
-        for axis, (size, name) in enumerate(
-            zip(shape, [*like.sharding.spec, *[None] * len(shape)], strict=False)
-        )
-    ]
+    """The type of a result that varies over a mesh as an operand of type `like` does."""
+    unsharded = PartitionSpec(*[None] * len(shape))
     return like.update(
         shape=tuple(shape),
         dtype=dtype,
         weak_type=False,
-        sharding=like.sharding.update(spec=PartitionSpec(*spec)),
+        sharding=like.sharding.update(spec=unsharded),
     )
+
+
+def with_automatic_axes(
+    function: Callable[..., Any], operands: Sequence[Any], specs: Sequence[PartitionSpec]
+) -> Any:
+    """Calls `function(*operands)`, inside which explicit mesh axes are automatic.
+
+    On a mesh with explicit axes shardings are part of types. Inside, the compiler shards.
+
+    Args:
+      function: returns a tuple of arrays.
+      operands: its operands.
+      specs: how the results are sharded over the explicit axes outside.
+    """
+    meshes = [jax.typeof(operand).sharding.mesh for operand in operands]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+    if not mesh.explicit_axes:
+        return function(*operands)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    automatic = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=shardings)
+    return automatic(*operands)
 
 
 def zero_tangent(primal: Any) -> ad.Zero:

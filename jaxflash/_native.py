@@ -87,8 +87,8 @@ def _load(name: str, platform: str) -> Module:
         if error.name != name:
             raise
         reason = (
-            f"{name} is not in {Path(__file__).parent}; `pip install .` in the source builds it "
-            "(import jaxflash from another folder then, or install it with -e)"
+            f"{name} was not built into {Path(__file__).parent}; `pip install .` in the source "
+            "builds it (import jaxflash from another folder then, or install it with -e)"
         )
         return Module(name, None, reason)
     except ImportError as error:
@@ -112,6 +112,7 @@ def _load(name: str, platform: str) -> Module:
 
 MODULES = {platform: _load(f"jaxflash._{platform}", platform) for platform in ("cpu", "cuda")}
 
+# A CPU module that is there and cannot be used is a broken installation; CUDA is optional.
 if MODULES["cpu"].facts and MODULES["cpu"].reason:
     raise ImportError(MODULES["cpu"].reason)
 
@@ -154,7 +155,7 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
     lower_xla = mlir.lower_fun(xla, multiple_results=True)
 
     def lower(platform: str | None, context, *operands, **params):
-        name = platform or ", ".join(context.module_context.platforms)
+        name = platform or ", ".join(context.platforms or context.module_context.platforms)
         implementation = params["config"].implementation
         reason = unavailable_reason(name)
         if implementation == "xla":

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from jaxflash import _compat, _native, _xla
 from jaxflash._blocks import sink_weights
@@ -63,8 +64,18 @@ tangent_p = _primitive("flash_attention_tangent")
 backward_p = _primitive("flash_attention_backward")
 
 
-def forward(config: Config, operands: Sequence[Any]) -> list[Any]:
-    """Binds `forward_p`: output, logit_max, log_sum."""
+def attention(config: Config, operands: Sequence[Any]) -> Sequence[Any]:
+    """Output, logit_max and log_sum; see `_xla.forward`."""
+    query = config.named(operands)["query"]
+    *rows, _ = jax.typeof(query).sharding.spec
+    return _compat.with_automatic_axes(
+        lambda *operands: tuple(_forward(config, operands)),
+        operands,
+        [PartitionSpec(*rows, None), PartitionSpec(*rows), PartitionSpec(*rows)],
+    )
+
+
+def _forward(config: Config, operands: Sequence[Any]) -> list[Any]:
     return forward_p.bind(*_compat.vary_alike(operands), config=config)
 
 
@@ -145,7 +156,7 @@ def _nonzero(names: Sequence[str], tangents: Sequence[Any]) -> dict[str, Any]:
 
 
 def _forward_jvp(primals, tangents, *, config: Config):
-    output, logit_max, log_sum = forward(config, primals)
+    output, logit_max, log_sum = _forward(config, primals)
     output = checkpoint_name(output, OUTPUT_NAME)
     logit_max = checkpoint_name(logit_max, LSE_NAME)
     log_sum = checkpoint_name(log_sum, LSE_NAME)
@@ -282,7 +293,7 @@ def _batched(operands, dims, full: Sequence[int]) -> list[Any]:
 
 def _forward_batch(operands, dims, *, config: Config):
     operands = _batched(operands, dims, full=[config.operands.index("query")])
-    return forward(config, operands), [0] * 3
+    return _forward(config, operands), [0] * 3
 
 
 def _with_residuals(config: Config, count: int) -> list[int]:

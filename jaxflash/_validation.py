@@ -26,8 +26,8 @@ _LAYOUT_HINT = "the layout is [B, T, N, H]: sequence before heads"
 
 def as_array(name: str, value: Any) -> jax.Array:
     """An array argument as a JAX array."""
-    if value is None:
-        raise TypeError(f"{name}: expected an array, got None")
+    if value is None or isinstance(value, (str, bytes)):
+        raise TypeError(f"{name}: expected an array, got {_describe(value)}")
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
@@ -37,8 +37,12 @@ def as_array(name: str, value: Any) -> jax.Array:
 def as_integers(name: str, value: Any) -> Any:
     """An integer argument as a JAX array, or as a NumPy array where it isn't one yet.
 
-    NumPy's stay in NumPy, because `jnp.asarray` would cut 64-bit integers to 32 bits.
+    NumPy's stay in NumPy, because `jnp.asarray` would cut 64-bit integers to 32 bits. Python's are
+    clipped to 64 bits.
     """
+    if type(value) is int:
+        limits = np.iinfo(np.int64)
+        value = min(max(value, int(limits.min)), int(limits.max))
     if not isinstance(value, jax.Array):
         try:
             value = np.asarray(value)
@@ -160,10 +164,9 @@ def check_both(**arguments: Any) -> None:
 
 def check_scale(scale: Any) -> None:
     """Checks that a scale is a real scalar."""
-    try:
-        shape, dtype = jnp.shape(scale), jnp.result_type(scale)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"scale: expected a real scalar, got {_describe(scale)}") from error
+    if not isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(f"scale: expected a real scalar, got {_describe(scale)}")
+    shape, dtype = jnp.shape(scale), jnp.result_type(scale)
     real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if not real:
         raise TypeError(f"scale: expected a real scalar, got dtype {dtype}")
@@ -191,7 +194,7 @@ def check_soft_cap(cap: Any, dtype: Any) -> float:
         return 0.0
     cap_value = _static_number("logits_soft_cap", cap)
     limits = np.finfo(compute_dtype(dtype))
-    if not limits.tiny <= cap_value <= limits.max:
+    if not float(limits.tiny) <= cap_value <= float(limits.max):
         raise ValueError(
             f"logits_soft_cap: expected a finite number > 0 (in {limits.dtype}), got {cap}"
         )
@@ -249,10 +252,10 @@ def check_dropout(rate: Any, key: Any) -> float:
     if dtype is None or shape is None:
         raise TypeError(f"dropout_key: expected a JAX PRNG key, got {_describe(key)}")
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        check_shape("dropout_key", shape, (), "one key")
+        check_shape("dropout_key", shape, (), "of one key")
     elif dtype == np.uint32:
         # A raw key, as `jax.random.PRNGKey` makes it.
-        check_shape("dropout_key", shape, _raw_key_shape(), "one raw key")
+        check_shape("dropout_key", shape, _raw_key_shape(), "of one raw key")
     else:
         raise TypeError(f"dropout_key: expected a JAX PRNG key, got dtype {dtype}, shape {shape}")
     return rate_value
@@ -290,4 +293,4 @@ def _describe(value: Any) -> str:
     if isinstance(value, (jax.Array, np.ndarray)):
         kind = "a traced array" if isinstance(value, Tracer) else "an array"
         return f"{kind} of shape {value.shape}, dtype {value.dtype}"
-    return f"{type(value).__name__} {value!r}"
+    return "None" if value is None else f"{type(value).__name__} {value!r}"

@@ -43,6 +43,10 @@ def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, j
       dtype.
     """
     problem = BlockedAttention(config, operands)
+    if not problem.row_count:
+        shape = operands["query"].shape[:-1]
+        output = problem.zeros_of((*shape, operands["value"].shape[-1]), problem.dtype)
+        return output, problem.zeros_of(shape), problem.zeros_of(shape)
 
     def row_body(row: Block) -> tuple[jax.Array, ...]:
         row = problem.load_row(row)
@@ -91,6 +95,8 @@ def tangent(
     """
     problem = BlockedAttention(config, operands)
     output, logit_max, log_sum = residuals
+    if not problem.row_count:
+        return output, log_sum
     row_arrays = {"output": output, "logit_max": logit_max, "log_sum": log_sum}
     column_arrays = {f"d_{name}": tangents[name] for name in ("key", "value") if name in tangents}
     if "query" in tangents:
@@ -155,61 +161,37 @@ def backward(
     """
     problem = BlockedAttention(config, operands)
     if not (problem.row_count and problem.column_count):
-        dtypes = {name: operands[name].dtype for name in wanted}
-        return {name: problem.zeros_of(shape, dtypes[name]) for name, shape in wanted.items()}
-
+        return {
+            name: problem.zeros_of(shape, operands[name].dtype) for name, shape in wanted.items()
+        }
     keep = {name: wanted[name][: problem.rank] for name in ("key", "value") if name in wanted}
-    need_dquery = "query" in wanted or "scale" in wanted
-    need_dlogits = need_dquery or "key" in wanted or "bias" in wanted
-
-    # Carried over the blocks of columns: sums of the query's and the bias's cotangents.
+    parts = {"query" if name == "scale" else name for name in wanted}
     rows = problem.row_blocks(residuals)
-    row_sums = {}
-    if need_dquery:
-        row_sums["query"] = problem.zeros_of(rows["query"].shape)
-    bias_sum = {}
-    if "bias" in wanted:
-        bias_sum["bias"] = problem.zeros_of(wanted["bias"])
+    row_sums = problem.zeros_of(rows["query"].shape) if "query" in parts else None
+    bias_sum = problem.zeros_of(wanted["bias"]) if "bias" in parts else None
 
     def column_body(carry, column: Block):
         column = problem.load_column(column)
 
-        def pair_body(carry, row: Block, row_sum: Block):
-            column_sum, bias_sum = dict(carry[0]), dict(carry[1])
-            row, row_sum = problem.load_row(row), dict(row_sum)
-            weights, _, slope = problem.weights(row, column)
-            d_output = row["output_cotangent"]
-            if "value" in column_sum:
-                dropped = problem.drop(weights, row, column)
-                column_sum["value"] += problem.dot(
-                    "kgqs,qkgv->skv", dropped, d_output, keep["value"]
-                )
-            if not need_dlogits:
-                return (column_sum, bias_sum), row_sum
-            d_weights = problem.dot("qkgv,skv->kgqs", d_output, column["value"])
-            d_weights = problem.drop(d_weights, row, column)
-            d_logits = weights * (d_weights - problem.from_rows(row["delta"])[..., None])
-            if bias_sum:
-                bias_sum["bias"] = problem.add_pair_block(bias_sum["bias"], d_logits, row, column)
-            d_logits *= slope
-            if "key" in column_sum:
-                column_sum["key"] += problem.dot(
-                    "kgqs,qkgh->skh", d_logits, row["scaled_query"], keep["key"]
-                )
-            if row_sum:
-                d_query = problem.dot("kgqs,skh->qkgh", d_logits, column["key"])
-                row_sum["query"] += d_query.reshape(row_sum["query"].shape)
-            return (column_sum, bias_sum), row_sum
-
         def row_body(carry, inputs):
             row, row_sum = inputs
-            skipped = carry, row_sum
-            return problem.if_seen(row, column, lambda: pair_body(carry, row, row_sum), skipped)
+
+            def run():
+                part = _pair_cotangents(problem, problem.load_row(row), column, keep, parts)
+                column_sum, bias_sum = carry
+                column_sum = {name: total + part[name] for name, total in column_sum.items()}
+                if bias_sum is not None:
+                    bias_sum = problem.add_pair_block(bias_sum, part["bias"], row, column)
+                return (column_sum, bias_sum), row_sum if row_sum is None else row_sum + part[
+                    "query"
+                ]
+
+            return problem.if_seen(row, column, run, (carry, row_sum))
 
         row_sums, bias_sum = carry
         column_sum = {
-            name: problem.zeros_of((*keep[name], *column[name].shape[problem.rank :]))
-            for name in keep
+            name: problem.zeros_of((*batch, *column[name].shape[problem.rank :]))
+            for name, batch in keep.items()
         }
         (column_sum, bias_sum), row_sums = lax.scan(
             rematerialised(row_body), (column_sum, bias_sum), (rows, row_sums)
@@ -219,14 +201,53 @@ def backward(
     (row_sums, bias_sum), column_sums = lax.scan(
         rematerialised(column_body), (row_sums, bias_sum), problem.column_blocks()
     )
-    results = bias_sum | {
+    results = {
         name: problem.merge(blocks, problem.column_count) for name, blocks in column_sums.items()
     }
-    if need_dquery:
-        d_scaled_query = problem.merge(row_sums["query"], problem.row_count)
-        query, scale = problem.live_query(), problem.per_batch("scale", 3)
-        if "query" in wanted:
-            results["query"] = d_scaled_query * scale
-        if "scale" in wanted:
-            results["scale"] = jnp.sum(d_scaled_query * query, axis=-1)
+    if bias_sum is not None:
+        results["bias"] = bias_sum
+    if row_sums is not None:
+        d_scaled_query = problem.merge(row_sums, problem.row_count)
+        results["query"] = d_scaled_query * problem.per_batch("scale", 3)
+        results["scale"] = jnp.sum(d_scaled_query * problem.live_query(), axis=-1)
     return {name: results[name].astype(operands[name].dtype) for name in wanted}
+
+
+def _pair_cotangents(
+    problem: BlockedAttention,
+    row: Block,
+    column: Block,
+    keep: dict[str, tuple[int, ...]],
+    parts: set[str],
+) -> Block:
+    """What a block of rows and a block of columns give to the cotangents named in `parts`.
+
+    Args:
+      problem: the whole.
+      row: loaded block of rows, with the residuals of the backward pass.
+      column: loaded block of columns.
+      keep: batch axes of the parts of key and value.
+      parts: names; "query" is the cotangent of scale * query, "bias" that of the logits
+        `[*b, K, G, rows, columns]`.
+    """
+    weights, _, slope = problem.weights(row, column)
+    d_output = row["output_cotangent"]
+    result = {}
+    if "value" in parts:
+        dropped = problem.drop(weights, row, column)
+        result["value"] = problem.dot("kgqs,qkgv->skv", dropped, d_output, keep["value"])
+    if parts == {"value"}:
+        return result
+    d_weights = problem.dot("qkgv,skv->kgqs", d_output, column["value"])
+    d_weights = problem.drop(d_weights, row, column)
+    d_logits = weights * (d_weights - problem.from_rows(row["delta"])[..., None])
+    if "bias" in parts:
+        result["bias"] = d_logits
+    d_logits *= slope
+    if "key" in parts:
+        query = row["scaled_query"]
+        result["key"] = problem.dot("kgqs,qkgh->skh", d_logits, query, keep["key"])
+    if "query" in parts:
+        d_query = problem.dot("kgqs,skh->kgqh", d_logits, column["key"])
+        result["query"] = problem.to_rows(d_query)
+    return result
