@@ -211,17 +211,16 @@ class BlockedAttention:
         if "query_lengths" in self.operands:
             alive &= positions < self.per_batch("query_lengths", 1)
         row = row | {"positions": positions}
-        for name in ("query", "d_query"):
+        # A row that sees nothing contributes nothing, whatever its query and cotangent.
+        seeing = alive[..., None]
+        if "logit_max" in row:
+            seeing &= row["logit_max"] != -jnp.inf
+        for name in ("query", "d_query", "output_cotangent"):
             if name in row:
-                clean = jnp.where(alive[..., None, None], row[name], 0)
+                clean = jnp.where(seeing[..., None], row[name], 0)
                 row[name] = self.split_heads(clean.astype(self.compute_dtype), -2)
         row["alive"] = alive[..., None, None, :, None]
         row["scaled_query"] = row["query"] * self.per_batch("scale", 4)
-        if "output_cotangent" in row:
-            # A row that sees nothing contributes nothing, whatever its cotangent.
-            seeing = alive[..., None] & (row["logit_max"] != -jnp.inf)
-            clean = jnp.where(seeing[..., None], row["output_cotangent"], 0)
-            row["output_cotangent"] = self.split_heads(clean.astype(self.compute_dtype), -2)
         return row
 
     def load_column(self, column: Block) -> Block:
@@ -305,10 +304,7 @@ class BlockedAttention:
     def sink_weights(self, row: Block) -> jax.Array:
         """Probabilities of the sinks `[*b, K, G, rows]`."""
         sinks = self.split_heads(self.operands["sinks"], -1)[..., None]
-        weights = sink_weights(
-            sinks, self.from_rows(row["logit_max"]), self.from_rows(row["log_sum"])
-        )
-        return weights
+        return sink_weights(sinks, self.from_rows(row["logit_max"]), self.from_rows(row["log_sum"]))
 
     def initial_statistics(self, row: Block) -> tuple[jax.Array, jax.Array]:
         """Maximum and sum of exponentials `[*b, K, G, rows]` before the first key: of the sink."""

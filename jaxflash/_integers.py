@@ -24,7 +24,7 @@ def clipped(array: Any, least: int, greatest: int) -> jax.Array:
 
     Clipped in their own dtype, in which limits outside its range have no effect.
     """
-    limits = np.iinfo(array.dtype)
+    limits = jnp.iinfo(array.dtype)
     low, high = max(least, int(limits.min)), min(greatest, int(limits.max))
     return jnp.asarray(_namespace(array).clip(array, low, high).astype(np.int32))
 

@@ -203,13 +203,15 @@ def backward(*operands, config: Config, wanted: Wanted) -> Sequence[jax.Array]:
     residuals = dict(zip(BACKWARD_OPERANDS, operands[count:], strict=True))
     query, rank = named["query"], len(batch_shape(named["query"]))
     shapes = {name: cotangent_shape(name, full, named) for name, full in wanted}
+    if 0 in batch_shape(query):
+        return [jnp.zeros(shapes[name], named[name].dtype) for name, _ in wanted]
     batch = MergedBatch.of(
         batch_shape(query),
         [shape[:rank] for shape in (*(x.shape for x in operands), *shapes.values())],
     )
     merged = {name: batch.merge(x) for name, x in (named | residuals).items()}
     results = {name: batch.merged_shape(shape) for name, shape in shapes.items()}
-    _share_batch(results, batch.rank)
+    _share_batch(results, merged, batch.rank)
     order = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
     outputs = _call(
         BACKWARD_TARGET,
@@ -225,17 +227,17 @@ def backward(*operands, config: Config, wanted: Wanted) -> Sequence[jax.Array]:
     return [reduce_to(batch.split(by_name[name], shapes[name]), shapes[name]) for name, _ in wanted]
 
 
-def _share_batch(results: dict[str, tuple[int, ...]], rank: int) -> None:
-    """Gives the cotangents of key and value the same batch axes, the finer ones.
+def _share_batch(results: dict[str, tuple[int, ...]], operands: Operands, rank: int) -> None:
+    """Gives the cotangents of key and value the same batch axes: the finest of both and of theirs.
 
-    The kernel computes both in one pass; what is summed of one only is summed afterwards.
+    The kernel computes both in one pass over the batch rows that share a key and a value; what is
+    to be summed beyond that is summed afterwards.
     """
-    if "key" in results and "value" in results:
-        key, value = results["key"], results["value"]
-        shared = tuple(
-            mine if its == 1 else its for mine, its in zip(key[:rank], value[:rank], strict=True)
-        )
-        results["key"], results["value"] = shared + key[rank:], shared + value[rank:]
+    sides = [name for name in ("key", "value") if name in results]
+    shapes = [results[name] for name in sides] + [operands[name].shape for name in ("key", "value")]
+    shared = tuple(max(shape[axis] for shape in shapes) for axis in range(rank))
+    for name in sides:
+        results[name] = shared + results[name][rank:]
 
 
 def _workspace(operands: Operands, results: dict[str, tuple[int, ...]], rank: int) -> Any:
@@ -258,9 +260,16 @@ def _workspace(operands: Operands, results: dict[str, tuple[int, ...]], rank: in
 
 def _chunks(tasks: int, key_length: int) -> int:
     """How many tasks share the keys of one, so that there is work for every processor."""
-    processors = os.cpu_count() or 1
+    processors = _processors()
     enough = -(-processors // max(tasks, 1))
     return max(1, min(enough, _MAX_CHUNKS, -(-key_length // _TILE_KEYS)))
+
+
+def _processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _in_order(operands: Operands, names: Sequence[str] | Any) -> list[jax.Array]:

@@ -18,6 +18,8 @@ from jax.core import Tracer
 from jaxflash._operands import compute_dtype
 
 MAX_HEAD_DIM = 256
+# No two positions are so far apart: axes are below 2^31, offsets are clipped to 2^30.
+_BEYOND_EVERY_KEY = 2**32
 IMPLEMENTATIONS = (None, "native", "xla")
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -30,7 +32,7 @@ def as_array(name: str, value: Any) -> jax.Array:
         raise TypeError(f"{name}: expected an array, got {_describe(value)}")
     try:
         return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name}: expected an array, got {_describe(value)}") from error
 
 
@@ -46,7 +48,7 @@ def as_integers(name: str, value: Any) -> Any:
     if not isinstance(value, jax.Array):
         try:
             value = np.asarray(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"{name}: expected integers, got {_describe(value)}") from error
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{name}: expected an integer dtype, got {value.dtype}")
@@ -234,7 +236,7 @@ def _window_side(window: Any, side: Any) -> int:
         raise ValueError(
             f"local_window_size: expected ints >= 0 (None for unlimited), got {window}"
         )
-    return size
+    return size if size < _BEYOND_EVERY_KEY else -1
 
 
 def check_dropout(rate: Any, key: Any) -> float:

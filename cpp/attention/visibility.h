@@ -111,10 +111,4 @@ JAXFLASH_INLINE TileVisibility segment_visibility(SegmentBounds rows, SegmentBou
   return one_segment ? TileVisibility::kAll : TileVisibility::kSome;
 }
 
-// Visibility under two conjoined rules.
-JAXFLASH_INLINE TileVisibility both(TileVisibility a, TileVisibility b) {
-  if (a == TileVisibility::kNone || b == TileVisibility::kNone) return TileVisibility::kNone;
-  return a == TileVisibility::kAll ? b : a;
-}
-
 }  // namespace jaxflash

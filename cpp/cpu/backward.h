@@ -106,7 +106,6 @@ inline void load_query_side(const Problem& problem, const BackwardInputs& inputs
   const int64_t head_dim = padded<T>(problem.head_dim);
   const int64_t value_dim = padded<T>(problem.value_dim);
   load_tile(problem, problem.query, tile, problem.head_dim, arrays.query);
-  transpose(arrays.query, head_dim, tile.width, head_dim, arrays.query_columns, kTileRows);
   load_tile(problem, inputs.output_cotangent, tile, problem.value_dim, arrays.cotangent);
   load_statistic(problem, inputs.statistics.logit_max, tile, -infinity<T>(), arrays.peak);
   load_statistic(problem, inputs.statistics.log_sum, tile, T(0), arrays.log_sum);
@@ -116,8 +115,10 @@ inline void load_query_side(const Problem& problem, const BackwardInputs& inputs
     if (arrays.peak[r] != -infinity<T>()) continue;
     arrays.peak[r] = infinity<T>();
     arrays.delta[r] = 0;
+    std::memset(arrays.query + r * head_dim, 0, head_dim * sizeof(T));
     std::memset(arrays.cotangent + r * value_dim, 0, value_dim * sizeof(T));
   }
+  transpose(arrays.query, head_dim, tile.width, head_dim, arrays.query_columns, kTileRows);
   transpose(arrays.cotangent, value_dim, tile.width, value_dim, arrays.cotangent_columns,
             kTileRows);
 }
@@ -331,7 +332,8 @@ inline void finish_query_row(const Problem& problem, const BackwardResults& resu
           product;
     }
     if (results.query.data != nullptr) {
-      for (int64_t c = 0; c < problem.head_dim; ++c) sum[c] *= scale;
+      // Nor may a scale that is not finite reach rows with sums of 0.
+      for (int64_t c = 0; c < problem.head_dim; ++c) sum[c] = sum[c] == 0 ? T(0) : sum[c] * scale;
       store_row(results.query.dtype, results.query.data,
                 row_offset(problem, results.query, b, head, row), problem.head_dim, sum);
     }

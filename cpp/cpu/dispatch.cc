@@ -6,7 +6,8 @@ namespace {
 const Kernels& choose() {
 #if defined(JAXFLASH_HAS_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("fma")) {
     return avx512::kKernels;
   }
 #endif

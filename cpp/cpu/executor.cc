@@ -33,7 +33,7 @@ struct SharedRun {
     }
     const bool helped = worker(context, queue);
     std::lock_guard<std::mutex> lock(mutex);
-    succeeded = succeeded && helped;
+    succeeded = succeeded || helped;
     if (--running == 0) idle.notify_all();
   }
 
@@ -44,7 +44,7 @@ struct SharedRun {
   std::condition_variable idle;
   int running = 0;
   bool closed = false;
-  bool succeeded = true;
+  bool succeeded = false;  // some worker has seen the queue empty
 };
 
 }  // namespace

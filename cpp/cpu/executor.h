@@ -36,7 +36,8 @@ class TaskQueue {
 using Worker = bool (*)(const void* context, TaskQueue& queue);
 
 // Runs `worker` on the calling thread and, as far as the pool has threads to spare, on others.
-// Returns once every one that started has returned: true if all did their tasks.
+// Returns once every one that started has returned: true if all tasks are done, that is, unless no
+// worker could get memory.
 //
 // The caller only ever waits for workers that have started, never for the pool to start one, so a
 // busy pool, a pool of one thread and nested calls cannot deadlock.

@@ -23,8 +23,8 @@ struct BackwardInputs {
 
 // What the backward pass writes; absent results are not computed.
 //
-// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key and value
-// cotangents have the same ones.
+// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key, value
+// and their cotangents are all broadcast along the dims in which one of these cotangents is summed.
 struct BackwardResults {
   Tensor query;  // [*B, T, N, H]
   Tensor key;    // [*B, S, K, H]
@@ -45,7 +45,7 @@ struct BackwardResults {
 const char* instruction_set();
 const char* const* instruction_sets();
 
-// Both return false where scratch memory (below 2 MiB a thread) cannot be had.
+// Both return false where scratch memory (about 2 MiB a thread at most) cannot be had.
 bool forward(const Problem& problem, const ForwardResults& results, Executor& executor);
 bool backward(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results,
               Executor& executor);

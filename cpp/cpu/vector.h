@@ -75,7 +75,7 @@ JAXFLASH_INLINE V greater_of(V a, V b) {
   return a > b ? a : b;
 }
 
-// a where a < b or either is NaN in b: keeps a NaN in `a`.
+// The lesser of the two; NaN where `a` is NaN.
 template <class V>
 JAXFLASH_INLINE V min_keeping_nan(V a, V b) {
   return a > b ? b : a;
@@ -170,21 +170,22 @@ struct Tanh {
   }
 };
 
-template <class T>
-JAXFLASH_INLINE T sum_of_lanes(Vec<T> v) {
-  T sum = 0;
-  for (int lane = 0; lane < kLanes<T>; ++lane) sum += v[lane];
-  return sum;
+// Lanes of a (from 0 on) and b (from kLanes<T> on) by constant indices.
+template <class T, int... kIndex>
+JAXFLASH_INLINE Vec<T> shuffle(Vec<T> a, Vec<T> b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kIndex...);
+#else
+  return __builtin_shuffle(a, b, IntVec<T>{kIndex...});
+#endif
 }
 
 // One step of a square transposition: a and b trade the lanes in which they differ by kStep.
-template <int kStep, class V, int... kLane>
-JAXFLASH_INLINE void trade_lanes(V& a, V& b, std::integer_sequence<int, kLane...>) {
+template <class T, int kStep, int... kLane>
+JAXFLASH_INLINE void trade_lanes(Vec<T>& a, Vec<T>& b, std::integer_sequence<int, kLane...>) {
   constexpr int kCount = sizeof...(kLane);
-  const V low =
-      __builtin_shufflevector(a, b, ((kLane & kStep) == 0 ? kLane : kLane - kStep + kCount)...);
-  const V high =
-      __builtin_shufflevector(a, b, ((kLane & kStep) == 0 ? kLane + kStep : kLane + kCount)...);
+  const Vec<T> low = shuffle<T, ((kLane & kStep) == 0 ? kLane : kLane - kStep + kCount)...>(a, b);
+  const Vec<T> high = shuffle<T, ((kLane & kStep) == 0 ? kLane + kStep : kLane + kCount)...>(a, b);
   a = low;
   b = high;
 }
@@ -195,7 +196,8 @@ JAXFLASH_INLINE void trade_blocks(Vec<T> (&rows)[kLanes<T>]) {
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes<T>; ++i) {
       if ((i & kStep) == 0) {
-        trade_lanes<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes<T>>());
+        trade_lanes<T, kStep>(rows[i], rows[i + kStep],
+                              std::make_integer_sequence<int, kLanes<T>>());
       }
     }
     trade_blocks<T, kStep / 2>(rows);

@@ -1,6 +1,8 @@
 #include "ffi/cpu_handlers.h"
 
+#include <exception>
 #include <functional>
+#include <string>
 #include <utility>
 
 #include "cpu/launch.h"
@@ -10,6 +12,7 @@ namespace jaxflash::ffi {
 namespace {
 
 using xla::ffi::Error;
+using xla::ffi::ErrorCode;
 using xla::ffi::RemainingArgs;
 using xla::ffi::RemainingRets;
 using xla::ffi::ThreadPool;
@@ -25,110 +28,114 @@ class XlaExecutor : public cpu::Executor {
   ThreadPool& pool_;
 };
 
-// Runs `launch`, which returns whether it had the memory it needs. Nothing may leave a handler as
-// an exception: XLA is compiled without them.
-template <class Launch>
-Error run(const Launch& launch) {
+// Calls `handle`. Nothing may leave a handler as an exception: XLA is compiled without them.
+template <class Handle>
+Error guarded(const Handle& handle) {
   try {
-    if (launch()) return Error::Success();
-  } catch (const std::exception&) {
-    // std::bad_alloc from the closures given to the thread pool; reported below.
+    return handle();
+  } catch (const std::exception& error) {
+    return Error(ErrorCode::kResourceExhausted, std::string("jaxflash: ") + error.what());
   }
-  return Error(xla::ffi::ErrorCode::kResourceExhausted, "jaxflash: no memory for scratch arrays");
 }
 
-// Sums and statistics are in the compute type: float, or double for double.
-void require_compute_type(Decoder& decoder, const Problem& problem, const Tensor& tensor,
-                          const char* name) {
-  const DType compute = problem.query.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  decoder.require(tensor.data == nullptr || tensor.dtype == compute,
-                  std::string(name) + ": expected the compute dtype");
+Error status_of(bool had_memory) {
+  if (had_memory) return Error::Success();
+  return Error(ErrorCode::kResourceExhausted, "jaxflash: no memory for scratch arrays");
 }
 
-void require_common_types(Decoder& decoder, const Problem& problem, const Statistics& statistics) {
-  require_compute_type(decoder, problem, problem.sinks, "sinks");
-  require_compute_type(decoder, problem, problem.scale, "scale");
-  require_compute_type(decoder, problem, statistics.logit_max, "logit_max");
-  require_compute_type(decoder, problem, statistics.log_sum, "log_sum");
+Statistics decode_statistics(Decoder& decoder, const Problem& problem, size_t first,
+                             Tensor (Decoder::*decode)(const Problem&, size_t, const ArraySpec&)) {
+  return {(decoder.*decode)(problem, first, {"logit_max", "TN", Kind::kCompute, false}),
+          (decoder.*decode)(problem, first + 1, {"log_sum", "TN", Kind::kCompute, false})};
 }
 
-Error forward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, int64_t window_left,
-              int64_t window_right, double soft_cap, int64_t dropout_threshold) {
-  Decoder decoder(operands, returns);
-  const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
+Error forward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
+  const Problem problem = decoder.problem(attributes);
   if (!decoder.ok()) return decoder.error();
   cpu::ForwardResults results;
-  results.output = decoder.result(problem, 0, {"output", "TNV", false});
-  results.statistics.logit_max = decoder.result(problem, 1, {"logit_max", "TN", false});
-  results.statistics.log_sum = decoder.result(problem, 2, {"log_sum", "TN", false});
-  require_common_types(decoder, problem, results.statistics);
+  results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
+  results.statistics = decode_statistics(decoder, problem, 1, &Decoder::result);
   if (!decoder.ok()) return decoder.error();
   XlaExecutor executor(pool);
-  return run([&] { return cpu::forward(problem, results, executor); });
+  return status_of(cpu::forward(problem, results, executor));
 }
 
-Error backward(ThreadPool pool, RemainingArgs operands, RemainingRets returns, int64_t window_left,
-               int64_t window_right, double soft_cap, int64_t dropout_threshold) {
-  Decoder decoder(operands, returns);
-  const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
-  if (!decoder.ok()) return decoder.error();
-
-  cpu::BackwardInputs inputs;
-  size_t at = kOperandCount;
-  inputs.output_cotangent = decoder.operand(problem, at++, {"output_cotangent", "TNV", false});
-  inputs.statistics.logit_max = decoder.operand(problem, at++, {"logit_max", "TN", false});
-  inputs.statistics.log_sum = decoder.operand(problem, at++, {"log_sum", "TN", false});
-  inputs.delta = decoder.operand(problem, at++, {"delta", "TN", false});
-  require_common_types(decoder, problem, inputs.statistics);
-  require_compute_type(decoder, problem, inputs.delta, "delta");
-
+cpu::BackwardResults decode_results(Decoder& decoder, const Problem& problem) {
   cpu::BackwardResults results;
-  results.query = decoder.result(problem, 0, {"query cotangent", "TNH", true});
-  results.key = decoder.result(problem, 1, {"key cotangent", "SKH", true});
-  results.value = decoder.result(problem, 2, {"value cotangent", "SKV", true});
-  results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", true});
-  results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", true});
-  results.workspace = decoder.stacked_result(problem, 5, {"workspace", "TNH", true}, results.chunks,
-                                             results.chunk_stride);
-  require_compute_type(decoder, problem, results.scale, "scale cotangent");
-  require_compute_type(decoder, problem, results.workspace, "workspace");
-  const bool wants_query = results.query.data != nullptr || results.scale.data != nullptr;
-  const bool query_can_sum =
-      results.query.data != nullptr && results.query.dtype == problem.query.dtype &&
-      (problem.query.dtype == DType::kF32 || problem.query.dtype == DType::kF64);
-  decoder.require(!wants_query || results.workspace.data != nullptr || query_can_sum,
-                  "the query cotangent needs a workspace");
-  for (int dim = 0; dim < problem.batch_rank; ++dim) {
-    const bool agree = (results.key.batch[dim] == 0) == (results.value.batch[dim] == 0);
-    decoder.require(results.key.data == nullptr || results.value.data == nullptr || agree,
-                    "cotangents of key and value are summed over different batch dims");
-  }
-  if (!decoder.ok()) return decoder.error();
-  XlaExecutor executor(pool);
-  return run([&] { return cpu::backward(problem, inputs, results, executor); });
+  results.query = decoder.result(problem, 0, {"query cotangent", "TNH", Kind::kQuery, true});
+  results.key = decoder.result(problem, 1, {"key cotangent", "SKH", Kind::kQuery, true});
+  results.value = decoder.result(problem, 2, {"value cotangent", "SKV", Kind::kQuery, true});
+  results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", Kind::kFloat, true});
+  results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", Kind::kCompute, true});
+  results.workspace = decoder.stacked_result(problem, 5, {"workspace", "TNH", Kind::kCompute, true},
+                                             results.chunks, results.chunk_stride);
+  return results;
 }
 
-auto bind_attributes() {
-  return xla::ffi::Ffi::Bind()
-      .Ctx<ThreadPool>()
-      .RemainingArgs()
-      .RemainingRets()
-      .Attr<int64_t>("window_left")
-      .Attr<int64_t>("window_right")
-      .Attr<double>("soft_cap")
-      .Attr<int64_t>("dropout_threshold");
+// What the kernel relies on beyond the single arrays' shapes.
+void check_results(Decoder& decoder, const Problem& problem, const cpu::BackwardResults& results) {
+  const bool wants_query = results.query.data != nullptr || results.scale.data != nullptr;
+  const bool query_can_sum = results.query.data != nullptr && (problem.query.dtype == DType::kF32 ||
+                                                               problem.query.dtype == DType::kF64);
+  if (wants_query && results.workspace.data == nullptr && !query_can_sum) {
+    decoder.fail("the query cotangent needs a workspace");
+  }
+  if (problem.batches == 0) decoder.fail("an empty batch has no cotangents to compute");
+  for (const Tensor* side : {&results.key, &results.value}) {
+    for (int dim = 0; dim < problem.batch_rank && side->data != nullptr; ++dim) {
+      const bool summed = side->batch[dim] == 0 && problem.batch_size[dim] > 1;
+      for (const Tensor* other : {&problem.key, &problem.value, &results.key, &results.value}) {
+        if (summed && other->data != nullptr && other->batch[dim] != 0) {
+          decoder.fail("batch dim " + std::to_string(dim) +
+                       " is summed over, but key, value or another cotangent differ along it");
+        }
+      }
+    }
+  }
+}
+
+Error backward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
+  const Problem problem = decoder.problem(attributes);
+  if (!decoder.ok()) return decoder.error();
+  const size_t first = kOperandCount;
+  cpu::BackwardInputs inputs;
+  inputs.output_cotangent =
+      decoder.operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
+  inputs.statistics = decode_statistics(decoder, problem, first + 1, &Decoder::operand);
+  inputs.delta = decoder.operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
+  const cpu::BackwardResults results = decode_results(decoder, problem);
+  check_results(decoder, problem, results);
+  if (!decoder.ok()) return decoder.error();
+  XlaExecutor executor(pool);
+  return status_of(cpu::backward(problem, inputs, results, executor));
+}
+
+template <Error (*kHandle)(ThreadPool, Decoder, const Attributes&)>
+XLA_FFI_Error* call(XLA_FFI_CallFrame* frame) {
+  static const auto handler =
+      xla::ffi::Ffi::Bind()
+          .Ctx<ThreadPool>()
+          .RemainingArgs()
+          .RemainingRets()
+          .Attr<int64_t>("window_left")
+          .Attr<int64_t>("window_right")
+          .Attr<double>("soft_cap")
+          .Attr<int64_t>("dropout_threshold")
+          .To([](ThreadPool pool, RemainingArgs operands, RemainingRets results,
+                 int64_t window_left, int64_t window_right, double soft_cap,
+                 int64_t dropout_threshold) {
+            return guarded([&] {
+              return kHandle(pool, Decoder(operands, results),
+                             {window_left, window_right, soft_cap, dropout_threshold});
+            });
+          });
+  return handler->Call(frame);
 }
 
 }  // namespace
 
-XLA_FFI_Error* cpu_forward(XLA_FFI_CallFrame* frame) {
-  static const auto handler = bind_attributes().To(forward);
-  return handler->Call(frame);
-}
+XLA_FFI_Error* cpu_forward(XLA_FFI_CallFrame* frame) { return call<forward>(frame); }
 
-XLA_FFI_Error* cpu_backward(XLA_FFI_CallFrame* frame) {
-  static const auto handler = bind_attributes().To(backward);
-  return handler->Call(frame);
-}
+XLA_FFI_Error* cpu_backward(XLA_FFI_CallFrame* frame) { return call<backward>(frame); }
 
 }  // namespace jaxflash::ffi

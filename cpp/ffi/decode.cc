@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <cstring>
 
 namespace jaxflash::ffi {
@@ -50,6 +51,31 @@ bool dtype_of(DataType type, DType& dtype) {
   }
 }
 
+bool is_of_kind(DType dtype, Kind kind, DType query) {
+  switch (kind) {
+    case Kind::kQuery:
+      return dtype == query;
+    case Kind::kCompute:
+      return dtype == (query == DType::kF64 ? DType::kF64 : DType::kF32);
+    case Kind::kFloat:
+      return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32 ||
+             dtype == DType::kF64;
+    case Kind::kBool:
+      return dtype == DType::kBool;
+    case Kind::kS32:
+      return dtype == DType::kS32;
+    case Kind::kU32:
+      return dtype == DType::kU32;
+  }
+  return false;
+}
+
+// Positions are int32 in the kernels, their sums and differences int64.
+constexpr int64_t kLongestAxis = int64_t{1} << 31;
+constexpr int64_t kWidestWindow = int64_t{1} << 32;
+
+bool is_window(int64_t side) { return side >= kUnlimited && side <= kWidestWindow; }
+
 int64_t axis_size(const Problem& problem, char axis) {
   switch (std::toupper(axis)) {
     case 'T':
@@ -93,10 +119,6 @@ void Decoder::fail(const std::string& message) {
   if (ok()) error_ = xla::ffi::Error::InvalidArgument("jaxflash: " + message);
 }
 
-void Decoder::require(bool holds, const std::string& message) {
-  if (!holds) fail(message);
-}
-
 AnyBuffer Decoder::buffer(size_t index, bool is_result) {
   static constexpr int64_t kNoDims[] = {0};
   static XLA_FFI_Buffer absent = [] {
@@ -121,42 +143,50 @@ Tensor Decoder::tensor(const Problem& problem, AnyBuffer buffer, int64_t leading
                        const ArraySpec& spec) {
   Tensor tensor;
   if (is_absent(buffer)) {
-    require(spec.optional, std::string(spec.name) + " is absent");
+    if (!spec.optional) fail(std::string(spec.name) + " is absent");
     return tensor;
   }
   const AnyBuffer::Dimensions dims = buffer.dimensions();
   const int64_t axes = static_cast<int64_t>(std::strlen(spec.axes));
-  const std::string name = std::string(spec.name) + " of shape " + to_text(dims);
-  if (static_cast<int64_t>(dims.size()) != leading + problem.batch_rank + axes) {
-    fail(name + ": expected " + std::to_string(leading + problem.batch_rank + axes) + " dims");
-    return tensor;
+  const auto refuse = [&](const std::string& expected) {
+    fail(std::string(spec.name) + " of shape " + to_text(dims) + ": expected " + expected);
+    return Tensor();
+  };
+  if (!dtype_of(buffer.element_type(), tensor.dtype) ||
+      !is_of_kind(tensor.dtype, spec.kind, problem.query.dtype)) {
+    return refuse("another dtype than XLA's number " +
+                  std::to_string(static_cast<int>(buffer.element_type())));
   }
-  if (!dtype_of(buffer.element_type(), tensor.dtype)) {
-    fail(name + ": unexpected element type " +
-         std::to_string(static_cast<int>(buffer.element_type())));
-    return tensor;
+  if (static_cast<int64_t>(dims.size()) != leading + problem.batch_rank + axes) {
+    return refuse(std::to_string(leading + problem.batch_rank + axes) + " dims");
   }
   int64_t stride = 1;
   for (int64_t i = axes - 1; i >= 0; --i) {
     const char axis = spec.axes[i];
     const int64_t size = dims[leading + problem.batch_rank + i];
     const bool broadcast = std::islower(axis) && size == 1;
-    require(broadcast || size == axis_size(problem, axis),
-            name + ": expected " + std::to_string(axis_size(problem, axis)) + " for axis " + axis);
+    if (!broadcast && size != axis_size(problem, axis)) {
+      return refuse(std::to_string(axis_size(problem, axis)) + " for axis " + axis);
+    }
     axis_stride(tensor, axis) = broadcast ? 0 : stride;
     stride *= size;
   }
   for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
     const int64_t size = dims[leading + dim];
-    require(size == 1 || size == problem.batch_size[dim],
-            name + ": expected 1 or " + std::to_string(problem.batch_size[dim]) +
-                " for batch dim " + std::to_string(dim));
+    if (size != 1 && size != problem.batch_size[dim]) {
+      return refuse("1 or " + std::to_string(problem.batch_size[dim]) + " for batch dim " +
+                    std::to_string(dim));
+    }
     tensor.batch[dim] = size == 1 ? 0 : stride;
     stride *= size;
   }
-  // A zero-size array may come without memory, and is there all the same.
-  static char nothing[64];
-  tensor.data = buffer.untyped_data() != nullptr ? buffer.untyped_data() : nothing;
+  tensor.data = buffer.untyped_data();
+  if (tensor.data == nullptr) {
+    if (buffer.element_count() != 0) return refuse("memory");
+    // A zero-size array may come without memory, and is there all the same.
+    static char nothing[64];
+    tensor.data = nothing;
+  }
   return tensor;
 }
 
@@ -176,7 +206,7 @@ Tensor Decoder::stacked_result(const Problem& problem, size_t index, const Array
   const Tensor result = tensor(problem, stacked, 1, spec);
   if (result.data == nullptr || !ok()) return result;
   count = stacked.dimensions()[0];
-  require(count >= 1, std::string(spec.name) + ": expected at least one");
+  if (count < 1) fail(std::string(spec.name) + ": expected at least one");
   stride = static_cast<int64_t>(stacked.element_count()) / std::max<int64_t>(count, 1);
   return result;
 }
@@ -204,17 +234,31 @@ Problem Decoder::problem(const Attributes& attributes) {
   problem.key_length = key[rank - 3];
   problem.key_heads = key[rank - 2];
   problem.value_dim = value[rank - 1];
-  require(problem.key_heads > 0 && problem.query_heads % problem.key_heads == 0,
-          std::to_string(problem.query_heads) + " query heads are no multiple of " +
-              std::to_string(problem.key_heads) + " key heads");
+  if (problem.key_heads < 1 || problem.query_heads % problem.key_heads != 0) {
+    fail(std::to_string(problem.query_heads) + " query heads are no multiple of " +
+         std::to_string(problem.key_heads) + " key heads");
+  }
+  if (std::max(problem.query_length, problem.key_length) >= kLongestAxis) {
+    fail("lengths " + std::to_string(problem.query_length) + " and " +
+         std::to_string(problem.key_length) + ": expected below " + std::to_string(kLongestAxis));
+  }
 
   problem.window_left = attributes.window_left;
   problem.window_right = attributes.window_right;
   problem.soft_cap = attributes.soft_cap;
   problem.dropout_threshold = attributes.dropout_threshold;
-  require(attributes.dropout_threshold >= 0 && attributes.dropout_threshold < 65536,
-          "dropout_threshold " + std::to_string(attributes.dropout_threshold) +
-              ": expected 0 to 65535");
+  if (attributes.dropout_threshold < 0 || attributes.dropout_threshold >= 65536) {
+    fail("dropout_threshold " + std::to_string(attributes.dropout_threshold) +
+         ": expected 0 to 65535");
+  }
+  if (!is_window(attributes.window_left) || !is_window(attributes.window_right)) {
+    fail("window " + std::to_string(attributes.window_left) + ", " +
+         std::to_string(attributes.window_right) + ": expected -1 to " +
+         std::to_string(kWidestWindow));
+  }
+  if (!(attributes.soft_cap >= 0 && std::isfinite(attributes.soft_cap))) {
+    fail("soft_cap " + std::to_string(attributes.soft_cap) + ": expected 0 or a positive number");
+  }
 
   Tensor* const tensors[] = {&problem.query,
                              &problem.key,
@@ -232,13 +276,13 @@ Problem Decoder::problem(const Attributes& attributes) {
   static_assert(sizeof(tensors) / sizeof(tensors[0]) == kOperandCount);
   for (size_t i = 0; i < kOperandCount; ++i) *tensors[i] = operand(problem, i, kOperands[i]);
 
-  require(problem.key.dtype == problem.query.dtype && problem.value.dtype == problem.query.dtype,
-          "query, key and value differ in dtype");
-  require(problem.dropout_threshold == 0 || problem.dropout_stream.data != nullptr,
-          "dropout without a dropout_stream");
-  require((problem.query_segment_ids.data == nullptr) ==
-              (problem.key_value_segment_ids.data == nullptr),
-          "segment ids of only one side");
+  if (problem.dropout_threshold != 0 && problem.dropout_stream.data == nullptr) {
+    fail("dropout without a dropout_stream");
+  }
+  if ((problem.query_segment_ids.data == nullptr) !=
+      (problem.key_value_segment_ids.data == nullptr)) {
+    fail("segment ids of only one side");
+  }
   return problem;
 }
 

@@ -14,28 +14,32 @@
 
 namespace jaxflash::ffi {
 
-// An array's name and its axes behind the batch dims. T, S, N, K, H, V: design.md's letters (V is
-// Hv); 4: the words of a dropout stream. Small letters may be broadcast.
+enum class Kind {
+  kQuery,    // the query's dtype
+  kCompute,  // of sums and statistics: float, or double where the query is double
+  kFloat,    // any float dtype
+  kBool,
+  kS32,
+  kU32,
+};
+
+// An array's name, its axes behind the batch dims, and its dtype. T, S, N, K, H, V: design.md's
+// letters (V is Hv); 4: the words of a dropout stream. Small letters may be broadcast.
 struct ArraySpec {
   const char* name;
   const char* axes;
+  Kind kind;
   bool optional;
 };
 
 inline constexpr ArraySpec kOperands[] = {
-    {"query", "TNH", false},
-    {"key", "SKH", false},
-    {"value", "SKV", false},
-    {"bias", "nts", true},
-    {"mask", "nts", true},
-    {"sinks", "N", true},
-    {"scale", "", true},
-    {"query_lengths", "", true},
-    {"key_value_lengths", "", true},
-    {"query_offset", "", true},
-    {"query_segment_ids", "T", true},
-    {"key_value_segment_ids", "S", true},
-    {"dropout_stream", "N4", true},
+    {"query", "TNH", Kind::kFloat, false},        {"key", "SKH", Kind::kQuery, false},
+    {"value", "SKV", Kind::kQuery, false},        {"bias", "nts", Kind::kFloat, true},
+    {"mask", "nts", Kind::kBool, true},           {"sinks", "N", Kind::kCompute, true},
+    {"scale", "", Kind::kCompute, true},          {"query_lengths", "", Kind::kS32, true},
+    {"key_value_lengths", "", Kind::kS32, true},  {"query_offset", "", Kind::kS32, true},
+    {"query_segment_ids", "T", Kind::kS32, true}, {"key_value_segment_ids", "S", Kind::kS32, true},
+    {"dropout_stream", "N4", Kind::kU32, true},
 };
 inline constexpr size_t kOperandCount = sizeof(kOperands) / sizeof(kOperands[0]);
 
@@ -63,15 +67,14 @@ class Decoder {
   Tensor stacked_result(const Problem& problem, size_t index, const ArraySpec& spec, int64_t& count,
                         int64_t& stride);
 
-  // Reports an error unless `holds`.
-  void require(bool holds, const std::string& message);
+  // Reports an error, unless there is one already.
+  void fail(const std::string& message);
 
   xla::ffi::Error error() const { return error_; }
   bool ok() const { return error_.success(); }
 
  private:
   xla::ffi::AnyBuffer buffer(size_t index, bool is_result);
-  void fail(const std::string& message);
 
   Tensor tensor(const Problem& problem, xla::ffi::AnyBuffer buffer, int64_t leading,
                 const ArraySpec& spec);
