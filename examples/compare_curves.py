@@ -11,17 +11,14 @@ from pathlib import Path
 from common.curves import Curve, Metrics, plot
 
 
-def largest_difference(one: Curve, other: Curve) -> float:
-    """The largest difference in loss, over the steps that both curves have."""
+def describe_difference(one: Curve, other: Curve) -> str:
+    """The mean and the largest difference in loss, over the steps that both curves have."""
     losses = dict(zip(other.step, other.loss, strict=True))
-    return max(
-        (
-            abs(loss - losses[step])
-            for step, loss in zip(one.step, one.loss, strict=True)
-            if step in losses
-        ),
-        default=float("nan"),
-    )
+    pairs = zip(one.step, one.loss, strict=True)
+    differences = [abs(loss - losses[step]) for step, loss in pairs if step in losses]
+    if not differences:
+        return "no step in common"
+    return f"{sum(differences) / len(differences):.4f} (at most {max(differences):.4f})"
 
 
 def main() -> None:
@@ -39,12 +36,13 @@ def main() -> None:
             sys.exit(f"error: no {path}: expected the folder of a finished run")
         runs[folder.resolve().name] = Metrics.read(path)
 
-    first_name, first = next(iter(runs.items()))
-    for name, run in runs.items():
+    (first_name, first), *others = runs.items()
+    print(f"{first_name}: final validation loss {first.validation.loss[-1]:.4f}")
+    for name, run in others:
         print(
-            f"{name}: final validation loss {run.validation.loss[-1]:.4f}; largest difference from "
-            f"{first_name}: {largest_difference(first.training, run.training):.4f} in training, "
-            f"{largest_difference(first.validation, run.validation):.4f} in validation"
+            f"{name}: final validation loss {run.validation.loss[-1]:.4f}; mean difference from "
+            f"{first_name}: {describe_difference(first.training, run.training)} in training, "
+            f"{describe_difference(first.validation, run.validation)} in validation"
         )
     plot(runs, options.out)
     print(f"curves in {options.out}")

@@ -31,16 +31,17 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, like: Any) -> tuple[Any, Metrics]:
-        """Reads the newest checkpoint.
+    def restore_metrics(self) -> Metrics:
+        """Reads the metrics of the newest checkpoint."""
+        return Metrics.from_dict(self._restore(metrics=ocp.args.JsonRestore()).metrics)
+
+    def restore_state(self, like: Any) -> Any:
+        """Reads the state of the newest checkpoint.
 
         Args:
-            like: a state with the shapes and dtypes of the one that was saved.
+            like: a state with the structure, shapes and dtypes of the one that was saved.
         """
-        restored = self._manager.restore(
-            self.newest,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(like), metrics=ocp.args.JsonRestore()
-            ),
-        )
-        return restored.state, Metrics.from_dict(restored.metrics)
+        return self._restore(state=ocp.args.StandardRestore(like)).state
+
+    def _restore(self, **items: ocp.args.CheckpointArgs) -> Any:
+        return self._manager.restore(self.newest, args=ocp.args.Composite(**items))

@@ -53,10 +53,12 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     splits: dict[bool, list[bytes]] = {False: [], True: []}
-    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py")):
-        text = (folder / name).read_bytes()
-        if EXCLUDED_FOLDERS.isdisjoint(name.split("/")) and START not in text:
-            splits[_is_validation(name)].append(text)
+    files = (path for path in folder.rglob("*.py") if path.is_file())  # links may lead nowhere
+    for name in sorted(path.relative_to(folder).as_posix() for path in files):
+        if EXCLUDED_FOLDERS.isdisjoint(name.split("/")):
+            text = (folder / name).read_bytes()
+            if START not in text:
+                splits[_is_validation(name)].append(text)
     if not all(splits.values()):
         raise FileNotFoundError(
             f"expected the standard library's source (*.py) under {folder}, found "

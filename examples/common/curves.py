@@ -45,8 +45,12 @@ class Metrics:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Metrics":
-        curves = {name: Curve(**values[name]) for name in ("training", "validation")}
-        return cls(**values | curves)
+        return cls(
+            settings=values["settings"],
+            unigram_entropy=values["unigram_entropy"],
+            training=Curve(**values["training"]),
+            validation=Curve(**values["validation"]),
+        )
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
@@ -72,12 +76,9 @@ def plot(runs: dict[str, Metrics], path: Path) -> None:
             run.validation.step, run.validation.loss, dashes, marker=marker,
             color=line.get_color(), label=f"{label}: validation (thin: training)",
         )  # fmt: skip
-    entropies = sorted({run.unigram_entropy for run in runs.values()})
-    for entropy in entropies:
-        (line,) = axes.plot(
-            [0, 1], [entropy] * 2, "k--", lw=1, transform=axes.get_yaxis_transform()
-        )
-    line.set_label("unigram entropy of the validation bytes")
+    for entropy in {run.unigram_entropy for run in runs.values()}:
+        label = f"unigram entropy of the validation bytes: {entropy:.2f}"
+        axes.axhline(entropy, color="black", ls="--", lw=1, label=label)
     axes.set(xlabel="step (updates)", ylabel="loss (nats per byte)", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -16,7 +16,7 @@ def generate(
     prompt: str,
     length: int,
     key: jax.Array,
-    temperature: float = 0.7,
+    temperature: float = 0.8,
 ) -> str:
     """Writes a document that begins with `prompt`.
 

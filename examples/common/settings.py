@@ -94,7 +94,7 @@ class Arguments:
     prompt: str
 
 
-def parse_arguments(name: str, description: str) -> Arguments:
+def parse_arguments(name: str, description: str | None) -> Arguments:
     """Parses the command line of an example; wrong values end the program with a message.
 
     Args:

@@ -155,7 +155,9 @@ def train(
     return state
 
 
-def run(name: str, description: str, build_model: Callable[[ModelSettings], LanguageModel]) -> None:
+def run(
+    name: str, description: str | None, build_model: Callable[[ModelSettings], LanguageModel]
+) -> None:
     """The whole example: command line, text, training, results.
 
     Args:
@@ -191,7 +193,7 @@ def run(name: str, description: str, build_model: Callable[[ModelSettings], Lang
     metrics.write(out / "metrics.json")
     plot({name: metrics}, out / "curves.png")
     sample = generate(model, state.params, arguments.prompt, settings.length, sample_key)
-    (out / "sample.txt").write_text(sample)
+    (out / "sample.txt").write_text(sample, encoding="utf-8")
     print(
         f"sample:\n{sample}\n"
         f"validation loss {metrics.validation.loss[-1]:.3f} nats a byte, unigram entropy "
@@ -205,7 +207,7 @@ def resume(
     """Reads the newest checkpoint; ends the program if it is none of a run with these settings."""
     if checkpoints.newest is None:
         sys.exit(f"error: no checkpoint to resume from in {checkpoints.folder}")
-    state, metrics = checkpoints.restore(like)
+    metrics = checkpoints.restore_metrics()
     changes = [
         f"{name} was {metrics.settings[name]}, is {value}"
         for name, value in settings.items()
@@ -213,4 +215,4 @@ def resume(
     ]
     if changes:
         sys.exit("error: cannot resume with other settings: " + "; ".join(changes))
-    return state, metrics
+    return checkpoints.restore_state(like), metrics
