@@ -19,25 +19,40 @@ struct PhiloxWords {
   U word[4];
 };
 
-// `multiply_high` is the upper half of the 64-bit product of U and uint32_t.
-template <class U, class MultiplyHigh>
-JAXFLASH_INLINE PhiloxWords<U> philox(PhiloxWords<U> counter, const uint32_t (&key)[2],
-                                      MultiplyHigh multiply_high) {
+// Both halves of a 64-bit product.
+template <class U>
+struct WideProduct {
+  U high;
+  U low;
+};
+
+// `multiply` is the WideProduct of U and uint32_t.
+template <class U, class Multiply>
+JAXFLASH_INLINE PhiloxWords<U> philox_by(PhiloxWords<U> counter, const uint32_t (&key)[2],
+                                         Multiply multiply) {
   constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   uint32_t key0 = key[0], key1 = key[1];
   U(&c)[4] = counter.word;
   for (int round = 0; round < 7; ++round) {
-    const U high0 = multiply_high(c[0], kMultiplier0), low0 = c[0] * kMultiplier0;
-    const U high1 = multiply_high(c[2], kMultiplier1), low1 = c[2] * kMultiplier1;
-    c[0] = high1 ^ c[1] ^ key0;
-    c[1] = low1;
-    c[2] = high0 ^ c[3] ^ key1;
-    c[3] = low0;
+    const WideProduct<U> product0 = multiply(c[0], kMultiplier0);
+    const WideProduct<U> product1 = multiply(c[2], kMultiplier1);
+    c[0] = product1.high ^ c[1] ^ key0;
+    c[1] = product1.low;
+    c[2] = product0.high ^ c[3] ^ key1;
+    c[3] = product0.low;
     key0 += kWeyl0;
     key1 += kWeyl1;
   }
   return counter;
+}
+
+// `multiply_high` is the upper half of the 64-bit product of U and uint32_t.
+template <class U, class MultiplyHigh>
+JAXFLASH_INLINE PhiloxWords<U> philox(PhiloxWords<U> counter, const uint32_t (&key)[2],
+                                      MultiplyHigh multiply_high) {
+  return philox_by<U>(counter, key,
+                      [&](U a, uint32_t b) { return WideProduct<U>{multiply_high(a, b), a * b}; });
 }
 
 // The Philox counter words that (i, j) shares with the seven others of its call.

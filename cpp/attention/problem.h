@@ -70,21 +70,41 @@ struct Statistics {
   Tensor log_sum;  // [*B, T, N]; log of the sum of exp(logit - logit_max); 0 where nothing is seen
 };
 
-// Element offset of batch `b` in an operand.
-JAXFLASH_INLINE int64_t batch_offset(const Problem& problem, const Tensor& tensor, int64_t b) {
-  int64_t offset = 0;
-  for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
-    offset += (b % problem.batch_size[dim]) * tensor.batch[dim];
+// Batch `b` as one index a batch dim, worth keeping where several operands are addressed.
+struct BatchIndex {
+  int64_t at[kMaxBatchDims];
+};
+
+JAXFLASH_INLINE BatchIndex batch_index(const Problem& problem, int64_t b) {
+  BatchIndex index = {};
+  for (int dim = kMaxBatchDims - 1; dim > 0; --dim) {  // constant bounds: `at` stays in registers
+    if (dim >= problem.batch_rank) continue;
+    index.at[dim] = b % problem.batch_size[dim];
     b /= problem.batch_size[dim];
   }
+  index.at[0] = b;
+  return index;
+}
+
+// Element offset of a batch in an operand.
+JAXFLASH_INLINE int64_t batch_offset(const Tensor& tensor, const BatchIndex& index) {
+  int64_t offset = 0;
+  for (int dim = 0; dim < kMaxBatchDims; ++dim) offset += index.at[dim] * tensor.batch[dim];
   return offset;
+}
+JAXFLASH_INLINE int64_t batch_offset(const Problem& problem, const Tensor& tensor, int64_t b) {
+  return batch_offset(tensor, batch_index(problem, b));
 }
 
 // The element that a per-batch operand (lengths, offset, scale) holds for batch `b`.
 template <class T>
-JAXFLASH_INLINE T batch_value(const Problem& problem, const Tensor& tensor, int64_t b, T absent) {
+JAXFLASH_INLINE T batch_value(const Tensor& tensor, const BatchIndex& index, T absent) {
   if (tensor.data == nullptr) return absent;
-  return static_cast<const T*>(tensor.data)[batch_offset(problem, tensor, b)];
+  return static_cast<const T*>(tensor.data)[batch_offset(tensor, index)];
+}
+template <class T>
+JAXFLASH_INLINE T batch_value(const Problem& problem, const Tensor& tensor, int64_t b, T absent) {
+  return batch_value<T>(tensor, batch_index(problem, b), absent);
 }
 
 }  // namespace jaxflash

@@ -36,15 +36,18 @@ JAXFLASH_INLINE int64_t clamp_to(int64_t x, int64_t low, int64_t high) {
   return min_of(max_of(x, low), high);
 }
 
-JAXFLASH_INLINE Extent extent_of(const Problem& problem, int64_t b) {
-  const auto query_length = batch_value<int32_t>(problem, problem.query_lengths, b,
+JAXFLASH_INLINE Extent extent_of(const Problem& problem, const BatchIndex& index) {
+  const auto query_length = batch_value<int32_t>(problem.query_lengths, index,
                                                  static_cast<int32_t>(problem.query_length));
-  const auto key_length = batch_value<int32_t>(problem, problem.key_value_lengths, b,
+  const auto key_length = batch_value<int32_t>(problem.key_value_lengths, index,
                                                static_cast<int32_t>(problem.key_length));
   return {clamp_to(query_length, 0, problem.query_length),
           clamp_to(key_length, 0, problem.key_length),
-          batch_value<int32_t>(problem, problem.query_offset, b, 0), problem.window_left,
+          batch_value<int32_t>(problem.query_offset, index, 0), problem.window_left,
           problem.window_right};
+}
+JAXFLASH_INLINE Extent extent_of(const Problem& problem, int64_t b) {
+  return extent_of(problem, batch_index(problem, b));
 }
 
 // [begin, end) within 0 .. length. Both ends stay monotonic where the range is empty.
@@ -86,6 +89,18 @@ JAXFLASH_INLINE Range rows_of_any_key(const Extent& extent, Range keys) {
   const int64_t end = extent.window_left == kUnlimited
                           ? extent.query_length
                           : last + extent.window_left - extent.query_offset + 1;
+  return clamped(begin, end, extent.query_length);
+}
+
+// Rows that have every one of `keys` in their range. `keys` is not empty.
+JAXFLASH_INLINE Range rows_of_every_key(const Extent& extent, Range keys) {
+  if (keys.end > extent.key_length) return {0, 0};
+  const int64_t begin = extent.window_right == kUnlimited
+                            ? 0
+                            : keys.end - 1 - extent.window_right - extent.query_offset;
+  const int64_t end = extent.window_left == kUnlimited
+                          ? extent.query_length
+                          : keys.begin + extent.window_left - extent.query_offset + 1;
   return clamped(begin, end, extent.query_length);
 }
 

@@ -43,18 +43,12 @@ Error status_of(bool had_memory) {
   return Error(ErrorCode::kResourceExhausted, "jaxflash: no memory for scratch arrays");
 }
 
-Statistics decode_statistics(Decoder& decoder, const Problem& problem, size_t first,
-                             Tensor (Decoder::*decode)(const Problem&, size_t, const ArraySpec&)) {
-  return {(decoder.*decode)(problem, first, {"logit_max", "TN", Kind::kCompute, false}),
-          (decoder.*decode)(problem, first + 1, {"log_sum", "TN", Kind::kCompute, false})};
-}
-
 Error forward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
   const Problem problem = decoder.problem(attributes);
   if (!decoder.ok()) return decoder.error();
   cpu::ForwardResults results;
   results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
-  results.statistics = decode_statistics(decoder, problem, 1, &Decoder::result);
+  results.statistics = decoder.result_statistics(problem, 1);
   if (!decoder.ok()) return decoder.error();
   XlaExecutor executor(pool);
   return status_of(cpu::forward(problem, results, executor));
@@ -81,17 +75,7 @@ void check_results(Decoder& decoder, const Problem& problem, const cpu::Backward
     decoder.fail("the query cotangent needs a workspace");
   }
   if (problem.batches == 0) decoder.fail("an empty batch has no cotangents to compute");
-  for (const Tensor* side : {&results.key, &results.value}) {
-    for (int dim = 0; dim < problem.batch_rank && side->data != nullptr; ++dim) {
-      const bool summed = side->batch[dim] == 0 && problem.batch_size[dim] > 1;
-      for (const Tensor* other : {&problem.key, &problem.value, &results.key, &results.value}) {
-        if (summed && other->data != nullptr && other->batch[dim] != 0) {
-          decoder.fail("batch dim " + std::to_string(dim) +
-                       " is summed over, but key, value or another cotangent differ along it");
-        }
-      }
-    }
-  }
+  decoder.check_summed_batches(problem, results.key, results.value);
 }
 
 Error backward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
@@ -101,7 +85,7 @@ Error backward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
   cpu::BackwardInputs inputs;
   inputs.output_cotangent =
       decoder.operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
-  inputs.statistics = decode_statistics(decoder, problem, first + 1, &Decoder::operand);
+  inputs.statistics = decoder.operand_statistics(problem, first + 1);
   inputs.delta = decoder.operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
   const cpu::BackwardResults results = decode_results(decoder, problem);
   check_results(decoder, problem, results);

@@ -198,6 +198,35 @@ Tensor Decoder::result(const Problem& problem, size_t index, const ArraySpec& sp
   return tensor(problem, buffer(index, true), 0, spec);
 }
 
+constexpr ArraySpec kLogitMax = {"logit_max", "TN", Kind::kCompute, false};
+constexpr ArraySpec kLogSum = {"log_sum", "TN", Kind::kCompute, false};
+
+Statistics Decoder::operand_statistics(const Problem& problem, size_t first) {
+  return {operand(problem, first, kLogitMax), operand(problem, first + 1, kLogSum)};
+}
+
+Statistics Decoder::result_statistics(const Problem& problem, size_t first) {
+  return {result(problem, first, kLogitMax), result(problem, first + 1, kLogSum)};
+}
+
+void Decoder::check_summed_batches(const Problem& problem, const Tensor& key_cotangent,
+                                   const Tensor& value_cotangent) {
+  const Tensor* const arrays[] = {&problem.key, &problem.value, &key_cotangent, &value_cotangent};
+  for (int dim = 0; dim < problem.batch_rank; ++dim) {
+    bool summed = false, differs = false;
+    for (const Tensor* array : arrays) {
+      if (array->data == nullptr) continue;
+      const bool cotangent = array == &key_cotangent || array == &value_cotangent;
+      summed |= cotangent && array->batch[dim] == 0 && problem.batch_size[dim] > 1;
+      differs |= array->batch[dim] != 0;
+    }
+    if (summed && differs) {
+      fail("batch dim " + std::to_string(dim) +
+           " is summed over, but key, value or another cotangent differ along it");
+    }
+  }
+}
+
 Tensor Decoder::stacked_result(const Problem& problem, size_t index, const ArraySpec& spec,
                                int64_t& count, int64_t& stride) {
   const AnyBuffer stacked = buffer(index, true);

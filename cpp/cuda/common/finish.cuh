@@ -1,0 +1,120 @@
+// Turns the sums of the query cotangent, f32 in the order of accumulators, into results.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/combine.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm80/forward.cuh"
+#include "cuda/sm80/params.h"
+
+namespace jaxflash::cuda::sm80 {
+
+// Two neighbours of a row, or only the first; `aligned`: they may be stored as one.
+template <class T>
+__device__ __forceinline__ void store_pair(T, typename T::Bits* to, float x, float y, bool both,
+                                           bool aligned) {
+  if (both && aligned) {
+    if constexpr (kIsFloat<T>) {
+      *reinterpret_cast<float2*>(to) = {x, y};
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = pack(T(), x, y);
+    }
+    return;
+  }
+  store_element(T(), to, x);
+  if (both) store_element(T(), to + 1, y);
+}
+
+// One warp a strip of 16 rows of one head. Of each 8-column block a thread holds four consecutive
+// floats: rows lane / 4 (two) and lane / 4 + 8 (two), columns 2 * (lane % 4) and the next.
+template <class T>
+__global__ void query_finish_kernel(const __grid_constant__ QueryFinishParams params) {
+  const Problem& problem = params.problem;
+  const int64_t strip = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  if (strip >= problem.batches * problem.query_heads * params.strips) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t hb = strip / params.strips;
+  const int64_t head = hb % problem.query_heads;
+  const BatchIndex index = batch_index(problem, hb / problem.query_heads);
+  const int64_t first_row = strip % params.strips * 16 + lane / 4;
+  const float scale = batch_value<float>(problem.scale, index, 1.f);
+  const int blocks = params.padded_dim / 8;
+  const auto offset = [&](const Tensor& tensor) {
+    return batch_offset(tensor, index) + head * tensor.head;
+  };
+  using Bits = typename T::Bits;
+  const Bits* const query = static_cast<const Bits*>(problem.query.data) + offset(problem.query);
+  Bits* const cotangent =
+      static_cast<Bits*>(params.query_cotangent.data) + offset(params.query_cotangent);
+  const auto* sums =
+      reinterpret_cast<const float4*>(params.query_sums) + strip * blocks * 32 + lane;
+  const Extent extent = extent_of(problem, index);
+  float scale_cotangent[2] = {};
+  constexpr int kAhead = 4;  // blocks under way at a time; every padded dim has a multiple of them
+  for (int first_block = 0; first_block < blocks; first_block += kAhead) {
+    float4 sum[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) sum[i] = sums[(first_block + i) * 32];
+#pragma unroll
+    for (int i = 0; i < 2 * kAhead; ++i) {
+      const int half = i % 2;
+      const float x = half == 0 ? sum[i / 2].x : sum[i / 2].z;
+      const float y = half == 0 ? sum[i / 2].y : sum[i / 2].w;
+      const int64_t row = first_row + 8 * half;
+      const int column = 8 * (first_block + i / 2) + 2 * (lane % 4);
+      if (row >= problem.query_length || column >= problem.head_dim) continue;
+      const bool pair = column + 1 < problem.head_dim;
+      if (params.query_cotangent.data != nullptr) {
+        store_pair(T(), cotangent + row * params.query_cotangent.row + column, x * scale, y * scale,
+                   pair, params.vectors);
+      }
+      // A row that sees nothing has sums of 0, and its query may be NaN.
+      if (params.scale_cotangent.data != nullptr && row < extent.query_length) {
+        const Bits* const q = query + row * problem.query.row + column;
+        if (x != 0.f) scale_cotangent[half] += float_of(T(), q[0]) * x;
+        if (pair && y != 0.f) scale_cotangent[half] += float_of(T(), q[1]) * y;
+      }
+    }
+  }
+  if (params.scale_cotangent.data == nullptr) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(scale_cotangent[half]);
+    const int64_t row = first_row + 8 * half;
+    if (lane % 4 == 0 && row < problem.query_length) {
+      static_cast<float*>(params.scale_cotangent.data)[offset(params.scale_cotangent) +
+                                                       row * params.scale_cotangent.row] = sum;
+    }
+  }
+}
+
+static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams params) {
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (at >= params.elements) return;
+  void* const to = params.cotangent.data;
+  switch (params.cotangent.dtype) {
+    case DType::kBF16:
+      static_cast<__nv_bfloat16*>(to)[at] = from_float<__nv_bfloat16>(sums[at]);
+      break;
+    case DType::kF16:
+      static_cast<__half*>(to)[at] = from_float<__half>(sums[at]);
+      break;
+    case DType::kF32:
+      static_cast<float*>(to)[at] = sums[at];
+      break;
+    default:
+      static_cast<double*>(to)[at] = sums[at];
+      break;
+  }
+}
+
+template <class T>
+void finish_query(const QueryFinishParams& params, Stream stream) {
+  const int64_t strips = params.problem.batches * params.problem.query_heads * params.strips;
+  query_finish_kernel<T><<<tiles_of(strips, 4), 128, 0, stream>>>(params);
+}
+
+}  // namespace jaxflash::cuda::sm80

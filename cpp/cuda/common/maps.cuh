@@ -1,0 +1,120 @@
+// What is known of tiles before the main kernels: bounds of segment ids, and what a mask shows.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+
+#include "attention/problem.h"
+#include "attention/visibility.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm80/params.h"
+
+namespace jaxflash::cuda {
+
+// One warp a tile of one batch. Positions past the length do not count; a tile without any gets
+// bounds that meet no others.
+static __global__ void segment_bounds_kernel(const __grid_constant__ Problem problem, bool of_keys,
+                                             int tile_size, int64_t tiles, SegmentBounds* bounds) {
+  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
+  if (warp >= problem.batches * tiles) return;
+  const BatchIndex index = batch_index(problem, warp / tiles);
+  const Extent extent = extent_of(problem, index);
+  const Tensor& ids = of_keys ? problem.key_value_segment_ids : problem.query_segment_ids;
+  const auto* from = static_cast<const int32_t*>(ids.data) + batch_offset(ids, index);
+  const int64_t first = warp % tiles * tile_size;
+  const int64_t end = min_of(first + tile_size, of_keys ? extent.key_length : extent.query_length);
+  int32_t least = INT_MAX, greatest = INT_MIN;
+  for (int64_t i = first + threadIdx.x % 32; i < end; i += 32) {
+    least = min(least, from[i]);
+    greatest = max(greatest, from[i]);
+  }
+  least = __reduce_min_sync(0xffffffffu, least);
+  greatest = __reduce_max_sync(0xffffffffu, greatest);
+  if (threadIdx.x % 32 == 0) bounds[warp] = {least, greatest};
+}
+
+// One block a tile of the mask, as far as it is not broadcast. `map` is addressed as
+// TileMaps::mask.
+static __global__ void mask_map_kernel(const __grid_constant__ Problem problem,
+                                       const __grid_constant__ Tensor map, int tile_rows,
+                                       int tile_keys, int64_t heads, int64_t row_tiles,
+                                       int64_t key_tiles) {
+  const Tensor& mask = problem.mask;
+  int64_t at = blockIdx.x;
+  const int64_t key_tile = at % key_tiles;
+  at /= key_tiles;
+  const int64_t row_tile = at % row_tiles;
+  at /= row_tiles;
+  const int64_t head = at % heads;
+  at /= heads;
+  BatchIndex index = {};
+  for (int dim = kMaxBatchDims - 1; dim >= 0; --dim) {
+    if (dim >= problem.batch_rank || mask.batch[dim] == 0) continue;
+    index.at[dim] = at % problem.batch_size[dim];
+    at /= problem.batch_size[dim];
+  }
+  const int64_t first_row = row_tile * tile_rows, first_key = key_tile * tile_keys;
+  const int rows = mask.row == 0 ? 1 : min_of(tile_rows, problem.query_length - first_row);
+  const int keys = mask.column == 0 ? 1 : min_of(tile_keys, problem.key_length - first_key);
+  const auto* from = static_cast<const uint8_t*>(mask.data) + batch_offset(mask, index) +
+                     head * mask.head + first_row * mask.row + first_key * mask.column;
+  int shown = 0, hidden = 0;
+  for (int i = threadIdx.x; i < rows * keys; i += blockDim.x) {
+    const bool visible = from[i / keys * mask.row + i % keys * mask.column] != 0;
+    shown |= visible;
+    hidden |= !visible;
+  }
+  shown = __syncthreads_or(shown);
+  hidden = __syncthreads_or(hidden);
+  if (threadIdx.x == 0) {
+    static_cast<TileVisibility*>(map.data)[batch_offset(map, index) + head * map.head +
+                                           row_tile * map.row + key_tile * map.column] =
+        !shown   ? TileVisibility::kNone
+        : hidden ? TileVisibility::kSome
+                 : TileVisibility::kAll;
+  }
+}
+
+// Makes the maps that a problem needs, with tiles of `rows` times `keys`. Without workspace memory
+// it only counts what it takes.
+inline Error make_maps(const Problem& problem, int rows, int keys, Cursor& cursor,
+                       sm80::TileMaps& maps, bool launch, Stream stream) {
+  maps.row_tiles = tiles_of(problem.query_length, rows);
+  maps.key_tiles = tiles_of(problem.key_length, keys);
+  if (problem.query_segment_ids.data != nullptr) {
+    for (const bool of_keys : {false, true}) {
+      const int64_t tiles = of_keys ? maps.key_tiles : maps.row_tiles;
+      auto* bounds = cursor.take<SegmentBounds>(problem.batches * tiles);
+      (of_keys ? maps.key_segments : maps.query_segments) = bounds;
+      const int64_t blocks = tiles_of(problem.batches * tiles, 4);
+      if (!launch || blocks == 0) continue;
+      segment_bounds_kernel<<<blocks, 128, 0, stream>>>(problem, of_keys, of_keys ? keys : rows,
+                                                        tiles, bounds);
+    }
+  }
+  if (problem.mask.data != nullptr) {
+    const Tensor& mask = problem.mask;
+    const int64_t row_tiles = mask.row == 0 ? 1 : maps.row_tiles;
+    const int64_t key_tiles = mask.column == 0 ? 1 : maps.key_tiles;
+    const int64_t heads = mask.head == 0 ? 1 : problem.query_heads;
+    maps.mask.column = mask.column == 0 ? 0 : 1;
+    maps.mask.row = mask.row == 0 ? 0 : key_tiles;
+    maps.mask.head = mask.head == 0 ? 0 : row_tiles * key_tiles;
+    int64_t count = heads * row_tiles * key_tiles;
+    for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
+      if (mask.batch[dim] == 0) continue;
+      maps.mask.batch[dim] = count;
+      count *= problem.batch_size[dim];
+    }
+    maps.mask.data = cursor.take<TileVisibility>(count);
+    if (launch && count > 0) {
+      mask_map_kernel<<<count, 128, 0, stream>>>(problem, maps.mask, rows, keys, heads, row_tiles,
+                                                 key_tiles);
+    }
+  }
+  return launch ? text_of(cudaGetLastError()) : nullptr;
+}
+
+}  // namespace jaxflash::cuda

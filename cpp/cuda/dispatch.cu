@@ -1,0 +1,185 @@
+// From a problem to the kernels that take it.
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/sm80/kernels.cuh"
+
+namespace jaxflash::cuda {
+namespace {
+
+struct Kernel {
+  DType dtype;
+  int dim;
+  bool everything;
+  decltype(&sm80::launch_forward<sm80::BF16, 64, sm80::Ranges>) forward;
+  decltype(&sm80::launch_backward<sm80::BF16, 64, sm80::Ranges>) backward;
+};
+
+constexpr Kernel kKernels[] = {
+#define JAXFLASH_KERNEL(T, D, Policy)                                                             \
+  {sm80::T::kDType, D, sm80::Policy::kEverything, sm80::launch_forward<sm80::T, D, sm80::Policy>, \
+   sm80::launch_backward<sm80::T, D, sm80::Policy>},
+#include "cuda/sm80/kernels.inc"
+#undef JAXFLASH_KERNEL
+};
+
+bool needs_everything(const Problem& problem) {
+  return problem.bias.data != nullptr || problem.mask.data != nullptr ||
+         problem.sinks.data != nullptr || problem.query_segment_ids.data != nullptr ||
+         problem.soft_cap != 0 || problem.dropout_threshold != 0;
+}
+
+// The kernels with the least padding that do what the problem needs; nullptr if there are none.
+const Kernel* find_kernel(const Problem& problem) {
+  const bool everything = needs_everything(problem);
+  const int64_t dim = std::max(problem.head_dim, problem.value_dim);
+  const Kernel* best = nullptr;
+  for (const Kernel& kernel : kKernels) {
+    if (kernel.dtype != problem.query.dtype || kernel.dim < dim) continue;
+    if (everything && !kernel.everything) continue;
+    const bool better = best == nullptr || kernel.dim < best->dim ||
+                        (kernel.dim == best->dim && !kernel.everything);
+    if (better) best = &kernel;
+  }
+  return best;
+}
+
+constexpr Error kUnsupported =
+    "jaxflash: no CUDA kernel for this dtype and head dim; there are "
+#define JAXFLASH_KERNEL(T, D, Policy) #T " " #D " (" #Policy "), "
+#include "cuda/sm80/kernels.inc"
+#undef JAXFLASH_KERNEL
+    "each for head dims up to its own";
+
+sm80::ForwardParams forward_params(const Problem& problem, const ForwardResults& results,
+                                   Precision precision) {
+  sm80::ForwardParams params;
+  const int64_t size = problem.query.dtype == DType::kF32 ? 4 : 2;
+  params.problem = problem;
+  params.output = results.output;
+  params.statistics = results.statistics;
+  params.vectors = {allows_vectors(problem.query, problem.head_dim, size),
+                    allows_vectors(problem.key, problem.head_dim, size),
+                    allows_vectors(problem.value, problem.value_dim, size),
+                    allows_vectors(results.output, problem.value_dim, size)};
+  params.precise = precision == Precision::kFloat;
+  params.group = static_cast<int>(problem.query_heads / problem.key_heads);
+  return params;
+}
+
+bool is_broadcast(const Problem& problem, const Tensor& bias) {
+  bool broadcast = (bias.head == 0 && problem.query_heads > 1) ||
+                   (bias.row == 0 && problem.query_length > 1) ||
+                   (bias.column == 0 && problem.key_length > 1);
+  for (int dim = 0; dim < problem.batch_rank; ++dim) {
+    broadcast |= bias.batch[dim] == 0 && problem.batch_size[dim] > 1;
+  }
+  return broadcast;
+}
+
+sm80::BackwardParams backward_params(const Problem& problem, const BackwardInputs& inputs,
+                                     const BackwardResults& results, Precision precision) {
+  sm80::BackwardParams params;
+  const int64_t size = problem.query.dtype == DType::kF32 ? 4 : 2;
+  params.problem = problem;
+  params.output_cotangent = inputs.output_cotangent;
+  params.statistics = inputs.statistics;
+  params.delta = inputs.delta;
+  params.key_cotangent = results.key;
+  params.value_cotangent = results.value;
+  params.bias_cotangent = results.bias;
+  params.bias_sums = results.bias.data != nullptr && is_broadcast(problem, results.bias);
+  params.vectors = {allows_vectors(problem.query, problem.head_dim, size),
+                    allows_vectors(problem.key, problem.head_dim, size),
+                    allows_vectors(problem.value, problem.value_dim, size),
+                    allows_vectors(inputs.output_cotangent, problem.value_dim, size)};
+  params.vector_key_cotangent = allows_vectors(results.key, problem.head_dim, size);
+  params.vector_value_cotangent = allows_vectors(results.value, problem.value_dim, size);
+  params.precise = precision == Precision::kFloat;
+  const Tensor& cotangent = results.key.data != nullptr ? results.key : results.value;
+  for (int dim = 0; dim < problem.batch_rank; ++dim) {
+    params.summed[dim] = cotangent.data != nullptr && cotangent.batch[dim] == 0;
+    if (params.summed[dim]) params.repeats *= problem.batch_size[dim];
+  }
+  if (problem.batches == 0) params.repeats = 1;
+  params.group = static_cast<int>(problem.query_heads / problem.key_heads);
+  params.heads = static_cast<int>(params.repeats) * params.group;
+  return params;
+}
+
+sm80::QueryFinishParams finish_params(const Problem& problem, const BackwardResults& results) {
+  sm80::QueryFinishParams params;
+  params.problem = problem;
+  params.query_cotangent = results.query;
+  params.scale_cotangent = results.scale;
+  params.vectors =
+      allows_vectors(results.query, problem.head_dim, problem.query.dtype == DType::kF32 ? 4 : 2);
+  return params;
+}
+
+sm80::BiasFinishParams bias_params(const Problem& problem, const BackwardResults& results) {
+  sm80::BiasFinishParams params;
+  params.cotangent = results.bias;
+  if (results.bias.data == nullptr) return params;
+  params.elements = (results.bias.head == 0 ? 1 : problem.query_heads) *
+                    (results.bias.row == 0 ? 1 : problem.query_length) *
+                    (results.bias.column == 0 ? 1 : problem.key_length);
+  for (int dim = 0; dim < problem.batch_rank; ++dim) {
+    if (results.bias.batch[dim] != 0) params.elements *= problem.batch_size[dim];
+  }
+  return params;
+}
+
+// The most that a call takes as code for any architecture: tiles differ in two kinds.
+template <class Count>
+size_t most_bytes(const Count& count) {
+  size_t most = 0;
+  for (const int arch : {80, 90}) {
+    Cursor cursor({});
+    count(cursor, arch);
+    most = std::max(most, cursor.used());
+  }
+  return most;
+}
+
+}  // namespace
+
+size_t forward_workspace_bytes(const Problem& problem) {
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr) return 0;
+  return most_bytes([&](Cursor& cursor, int arch) {
+    kernel->forward(forward_params(problem, {}, Precision::kFloat), cursor, false, arch, nullptr);
+  });
+}
+
+size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results) {
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr) return 0;
+  return most_bytes([&](Cursor& cursor, int arch) {
+    kernel->backward(backward_params(problem, {}, results, Precision::kFloat),
+                     finish_params(problem, results), bias_params(problem, results),
+                     results.deterministic, cursor, false, arch, nullptr);
+  });
+}
+
+Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
+              Stream stream) {
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr) return kUnsupported;
+  Cursor cursor(results.workspace);
+  return kernel->forward(forward_params(problem, results, precision), cursor, true, 0, stream);
+}
+
+Error backward(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results,
+               Precision precision, Stream stream) {
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr) return kUnsupported;
+  Cursor cursor(results.workspace);
+  return kernel->backward(backward_params(problem, inputs, results, precision),
+                          finish_params(problem, results), bias_params(problem, results),
+                          results.deterministic, cursor, true, 0, stream);
+}
+
+}  // namespace jaxflash::cuda

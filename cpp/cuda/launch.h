@@ -1,0 +1,68 @@
+// Entry points of the CUDA kernels. Knows neither XLA nor Python, and no kernel.
+//
+// Everything runs on the given stream; nothing is allocated and nothing waits for the device. What
+// a call needs beside its operands and results is one workspace, whose size is asked for
+// beforehand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/problem.h"
+
+struct CUstream_st;
+
+namespace jaxflash::cuda {
+
+using Stream = CUstream_st*;
+
+// What went wrong, as a static text; nullptr where nothing did.
+using Error = const char*;
+
+struct Workspace {
+  void* data = nullptr;  // aligned to 256 bytes
+  size_t bytes = 0;
+};
+
+// What the forward pass writes.
+struct ForwardResults {
+  Tensor output;  // [*B, T, N, Hv], the query's dtype
+  Statistics statistics;
+  Workspace workspace;
+};
+
+// What the backward pass reads beside the problem.
+struct BackwardInputs {
+  Tensor output_cotangent;  // [*B, T, N, Hv], the query's dtype
+  Statistics statistics;
+  Tensor delta;  // [*B, T, N]: rowsum(output * output_cotangent) - cotangent of the log-sum-exp
+};
+
+// What the backward pass writes; absent results are not computed.
+//
+// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key and value
+// cotangents have the same ones.
+struct BackwardResults {
+  Tensor query;  // [*B, T, N, H]
+  Tensor key;    // [*B, S, K, H]
+  Tensor value;  // [*B, S, K, Hv]
+  Tensor bias;   // the bias's own shape
+  Tensor scale;  // [*B, T, N]: each query's share of the scale's cotangent
+  Workspace workspace;
+  bool deterministic = false;  // bitwise equal from run to run
+};
+
+// How the products of float operands are computed.
+enum class Precision : uint8_t { kFloat, kTF32 };
+
+// Bytes of workspace that a call needs at most, on any device. Only sizes, dtypes and which
+// operands are there count, no addresses.
+size_t forward_workspace_bytes(const Problem& problem);
+size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results);
+
+Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
+              Stream stream);
+Error backward(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results,
+               Precision precision, Stream stream);
+
+}  // namespace jaxflash::cuda

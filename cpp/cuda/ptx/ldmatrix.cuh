@@ -1,0 +1,26 @@
+// Loads of 8x8 matrices of 16-bit elements from shared memory, PTX ISA section "Warp-level matrix
+// load instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8, 16 bytes
+// long; a thread gets elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxflash::cuda::ptx {
+
+// ldmatrix.sync.aligned.m8n8.x4.shared.b16
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16: each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace jaxflash::cuda::ptx

@@ -1,0 +1,80 @@
+// Definition of launch_backward, for the files that instantiate it.
+#pragma once
+
+#include "cuda/common/finish.cuh"
+#include "cuda/common/maps.cuh"
+#include "cuda/sm80/backward.cuh"
+#include "cuda/sm80/launch.cuh"
+
+namespace jaxflash::cuda::sm80 {
+
+template <class T, int D, class Policy>
+Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinishParams bias,
+                      bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream) {
+  static KernelCache cache;
+  const auto kernel = backward_kernel<T, D, Policy>;
+  const auto tile_for = [](int a) { return backward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
+  if (launch) {
+    const auto shared = [&](int a) { return tile_for(a).shared_bytes(D, kSize<T>); };
+    if (const Error error = prepare_kernel(kernel, cache, shared, arch)) return error;
+  }
+  const BackwardTile tile = tile_for(arch);
+  const Problem& problem = params.problem;
+  const int64_t query_heads = problem.batches * problem.query_heads;
+  const int64_t key_heads = problem.batches / params.repeats * problem.key_heads;
+  const int64_t key_tiles = tiles_of(problem.key_length, tile.keys);
+  const int64_t row_tiles = tiles_of(problem.query_length, tile.rows);
+  const bool wants_query =
+      finish.query_cotangent.data != nullptr || finish.scale_cotangent.data != nullptr;
+  if (key_heads * key_tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
+
+  if (const Error error = make_maps(problem, tile.rows, tile.keys, cursor, params.maps,
+                                    launch && Policy::kEverything, stream)) {
+    return error;
+  }
+  params.strips = tiles_of(problem.query_length, 16);
+  const int64_t sums = query_heads * params.strips * 16 * D;
+  const int64_t turns = query_heads * row_tiles;
+  if (wants_query) params.query_sums = cursor.take<float>(sums);
+  if (wants_query && deterministic) params.turns = cursor.take<uint32_t>(turns);
+  if (params.bias_sums) {
+    params.bias_cotangent.data = cursor.take<float>(bias.elements);
+    if (deterministic) return "jaxflash: deterministic gradients of a broadcast bias";
+  }
+  if (!launch) return nullptr;
+  if (!cursor.fits()) return "jaxflash: the workspace is too small";
+
+  if (wants_query && sums > 0) {
+    cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream);
+    if (deterministic) cudaMemsetAsync(params.turns, 0, turns * sizeof(uint32_t), stream);
+  }
+  if (params.bias_cotangent.data != nullptr && bias.elements > 0) {
+    // Sums start from zero, and hidden tiles are not visited.
+    const DType dtype = params.bias_sums ? DType::kF32 : bias.cotangent.dtype;
+    const int64_t size = dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+    cudaMemsetAsync(params.bias_cotangent.data, 0, bias.elements * size, stream);
+  }
+  params.schedule.tiles = static_cast<uint32_t>(key_tiles);
+  params.schedule.heads = static_cast<uint32_t>(key_heads);
+  params.schedule.section_heads = static_cast<uint32_t>(std::clamp<int64_t>(
+      tiles_of(512, std::max<int64_t>(key_tiles, 1)), 1, std::max<int64_t>(key_heads, 1)));
+  // Turns are waited for: what a block waits for must have started before it.
+  params.schedule.last_first = deterministic;
+  if (key_heads * key_tiles > 0) {
+    kernel<<<static_cast<unsigned>(key_heads * key_tiles), tile.threads(),
+             tile.shared_bytes(D, kSize<T>), stream>>>(params);
+  }
+  if (wants_query && query_heads * params.strips > 0) {
+    finish.query_sums = params.query_sums;
+    finish.strips = params.strips;
+    finish.padded_dim = D;
+    finish_query<T>(finish, stream);
+  }
+  if (params.bias_sums && bias.elements > 0) {
+    bias_finish_kernel<<<tiles_of(bias.elements, 256), 256, 0, stream>>>(
+        static_cast<const float*>(params.bias_cotangent.data), bias);
+  }
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace jaxflash::cuda::sm80

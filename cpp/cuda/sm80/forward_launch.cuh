@@ -1,0 +1,63 @@
+// Definition of launch_forward, for the files that instantiate it.
+#pragma once
+
+#include "cuda/common/combine.cuh"
+#include "cuda/common/maps.cuh"
+#include "cuda/sm80/forward.cuh"
+#include "cuda/sm80/launch.cuh"
+
+namespace jaxflash::cuda::sm80 {
+
+// Blocks below which keys are dealt to several, and how many are aimed at then.
+inline constexpr int64_t kFewBlocks = 128, kEnoughBlocks = 256;
+
+inline int splits_of(const Problem& problem, int64_t blocks, int keys) {
+  if (blocks == 0 || blocks >= kFewBlocks) return 1;
+  const int64_t key_tiles = tiles_of(problem.key_length, keys);
+  return static_cast<int>(
+      std::max<int64_t>(std::min(tiles_of(kEnoughBlocks, blocks), key_tiles / 2), 1));
+}
+
+template <class T, int D, class Policy>
+Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch, Stream stream) {
+  static KernelCache cache;
+  const auto kernel = forward_kernel<T, D, Policy>;
+  const auto tile_for = [](int a) { return forward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
+  if (launch) {
+    const auto shared = [&](int a) { return tile_for(a).shared_bytes(D, kSize<T>); };
+    if (const Error error = prepare_kernel(kernel, cache, shared, arch)) return error;
+  }
+  const ForwardTile tile = tile_for(arch);
+  const Problem& problem = params.problem;
+  const int64_t heads = problem.batches * problem.query_heads;
+  const int64_t tiles = tiles_of(problem.query_length, tile.rows());
+  if (heads * tiles == 0) return nullptr;
+  if (heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
+
+  if (Policy::kEverything) {
+    if (const Error error =
+            make_maps(problem, tile.rows(), tile.keys, cursor, params.maps, launch, stream)) {
+      return error;
+    }
+  }
+  params.splits = splits_of(problem, heads * tiles, tile.keys);
+  if (params.splits > 1) {
+    const int64_t rows = params.splits * heads * problem.query_length;
+    params.split_output = cursor.take<float>(rows * D);
+    params.split_logit_max = cursor.take<float>(rows);
+    params.split_log_sum = cursor.take<float>(rows);
+  }
+  if (!launch) return nullptr;
+  if (!cursor.fits()) return "jaxflash: the workspace is too small";
+
+  params.schedule.tiles = static_cast<uint32_t>(tiles);
+  params.schedule.heads = static_cast<uint32_t>(heads);
+  params.schedule.section_heads = section_heads(problem, tiles, kSize<T>);
+  params.schedule.last_first = problem.window_right != kUnlimited;
+  const dim3 grid(static_cast<unsigned>(heads * tiles), params.splits);
+  kernel<<<grid, tile.threads(), tile.shared_bytes(D, kSize<T>), stream>>>(params);
+  if (params.splits > 1) combine_splits<T, D>(params, stream);
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace jaxflash::cuda::sm80

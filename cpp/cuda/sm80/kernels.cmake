@@ -1,0 +1,35 @@
+# The portable kernels there are: one list for instantiations, dispatch and the text of the "unsupported" error.
+#
+# An entry is (dtype tag, padded head dim, policy), for both directions. Floats have one policy: their products cost so
+# much that rules cost nothing beside them.
+set(JAXFLASH_SM80_KERNELS "")
+foreach(T IN ITEMS BF16 F16)
+  foreach(D IN ITEMS 32 64 96 128 192 256)
+    foreach(POLICY IN ITEMS Ranges Everything)
+      list(APPEND JAXFLASH_SM80_KERNELS "${T} ${D} ${POLICY}")
+    endforeach()
+  endforeach()
+endforeach()
+foreach(D IN ITEMS 64 128 256)
+  list(APPEND JAXFLASH_SM80_KERNELS "F32 ${D} Everything")
+endforeach()
+
+# Writes kernels.inc and one source file a kernel to `folder`; their names to `sources`.
+function(jaxflash_sm80_kernels folder sources)
+  set(list "")
+  set(files "")
+  foreach(kernel IN LISTS JAXFLASH_SM80_KERNELS)
+    string(REPLACE " " ";" parts "${kernel}")
+    list(GET parts 0 T)
+    list(GET parts 1 D)
+    list(GET parts 2 POLICY)
+    string(APPEND list "JAXFLASH_KERNEL(${T}, ${D}, ${POLICY})\n")
+    foreach(direction IN ITEMS forward backward)
+      set(file "${folder}/cuda/sm80/${direction}_${T}_${D}_${POLICY}.cu")
+      configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/${direction}.cu.in" "${file}" @ONLY)
+      list(APPEND files "${file}")
+    endforeach()
+  endforeach()
+  file(CONFIGURE OUTPUT "${folder}/cuda/sm80/kernels.inc" CONTENT "${list}" @ONLY)
+  set(${sources} "${files}" PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,30 @@
+// Launches of the kernels of one (dtype, padded head dim, policy).
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/sm80/params.h"
+
+namespace jaxflash::cuda::sm80 {
+
+// Launches the forward kernel and what belongs before and after it. With `launch` false it only
+// adds up the workspace that it would take as code for `arch`.
+template <class T, int D, class Policy>
+Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch, Stream stream);
+
+template <class T, int D, class Policy>
+Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinishParams bias,
+                      bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream);
+
+// Heads whose keys and values share the L2 cache: sections of them run together. Small enough for
+// half of the smallest cache in question, large enough to fill the GPU with few tiles a head.
+inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t size) {
+  const int64_t group = problem.query_heads / problem.key_heads;
+  const int64_t head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * size;
+  const int64_t key_heads = std::max<int64_t>((24 << 20) / std::max<int64_t>(head_bytes, 1), 1);
+  const int64_t filling = tiles_of(1024, std::max<int64_t>(tiles, 1));
+  const int64_t heads = std::max(key_heads * group, filling);
+  return static_cast<uint32_t>(
+      std::min(tiles_of(heads, group) * group, problem.batches * problem.query_heads));
+}
+
+}  // namespace jaxflash::cuda::sm80

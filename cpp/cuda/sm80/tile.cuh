@@ -1,0 +1,341 @@
+// Tiles in shared memory: rows of `kColumns` elements, their 16-byte chunks permuted within a row
+// so that the eight rows of an ldmatrix lie in different banks, and the fragments read from them.
+//
+// Rows of a multiple of 128 bytes permute eight chunks by the row's last three bits; others (64 and
+// 192 bytes), of which two rows already differ by half of the banks, permute four chunks by the two
+// bits above the last.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/sm80/element.cuh"
+
+namespace jaxflash::cuda::sm80 {
+
+template <class T_, int kColumns_>
+struct TileLayout {
+  using T = T_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kRowBytes = kColumns * kSize<T>;
+  static constexpr int kChunks = kRowBytes / 16;
+  static constexpr int kChunkElements = 16 / kSize<T>;
+  static constexpr int kSpan = kChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
+  static_assert(kChunks % 4 == 0, "rows are multiples of 64 bytes");
+
+  static __device__ __forceinline__ int mask(int row) {
+    return kSpan == 8 ? row & 7 : (row >> 1) & 3;
+  }
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ mask(row)) * 16);
+  }
+  // Of one element.
+  static __device__ __forceinline__ uint32_t element_offset(int row, int column) {
+    return offset(row, column / kChunkElements) + column % kChunkElements * kSize<T>;
+  }
+};
+
+__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
+
+// Where one lane reads: the address of its row and chunk in the block of 16 rows and 32 bytes at
+// (row0, step0), from which the blocks around it are reached by an XOR (steps along the row) and an
+// addition (rows in multiples of 16), both of constants.
+//
+// `kAround`: how many steps along the row are walked from step0 on. Where they and the
+// permutation's span do not divide one another, the address is computed anew for each.
+template <class Layout, int kAround>
+struct LaneAddress {
+  static constexpr int kSteps = Layout::kSpan / 2;
+  static constexpr bool kByXor = kAround % kSteps == 0 || kSteps % kAround == 0;
+  uint32_t base;
+  int step0;
+
+  __device__ __forceinline__ LaneAddress(uint32_t tile, int row0, int step0, int row, int chunk)
+      : base(tile + Layout::offset(row0 + row, kByXor ? 2 * step0 + chunk : chunk)), step0(step0) {}
+
+  __device__ __forceinline__ uint32_t at(int row, int step) const {
+    if (!kByXor) step += step0;
+    return (base ^ (32 * (step % kSteps))) + step / kSteps * (kSteps * 32) +
+           row * Layout::kRowBytes;
+  }
+};
+
+// A operands [16 rows][k-step] from rows of the tile (k along the row), and B operands
+// [k-step][16 columns] where the tile's rows are the columns of B. From row0 on.
+template <class Layout>
+struct RowsA {
+  LaneAddress<Layout, Layout::kChunks / 2> lane;
+
+  __device__ __forceinline__ RowsA(uint32_t tile, int row0)
+      : lane(tile, row0, 0, lane_id() & 15, lane_id() >> 4) {}
+
+  __device__ __forceinline__ OperandA<typename Layout::T> load(int row, int step) const {
+    OperandA<typename Layout::T> a;
+    ptx::ldmatrix_x4(a.word, lane.at(row, step));
+    a.split();
+    return a;
+  }
+};
+
+template <class Layout>
+struct RowsB {
+  LaneAddress<Layout, Layout::kChunks / 2> lane;
+
+  __device__ __forceinline__ RowsB(uint32_t tile, int row0)
+      : lane(tile, row0, 0, (lane_id() & 7) + (lane_id() >> 4) * 8, (lane_id() >> 3) & 1) {}
+
+  __device__ __forceinline__ OperandB<typename Layout::T> load(int row, int step) const {
+    OperandB<typename Layout::T> b;
+    ptx::ldmatrix_x4(b.word, lane.at(row, step));
+    b.split();
+    return b;
+  }
+};
+
+// B operands [k-step][16 columns] where the tile's rows are the rows of B (k down the tile); kPairs
+// of 16 columns from column0 on.
+//
+// Floats: the k-step takes its eight rows in the order 0 2 4 6 1 3 5 7, as the operand A made from
+// accumulators (accumulator_a) and ColumnsA do.
+template <class Layout, int kPairs>
+struct ColumnsB {
+  static constexpr bool kFloat = kIsFloat<typename Layout::T>;
+  LaneAddress<Layout, kPairs> lane;
+  uint32_t tile;
+  int column0;
+
+  __device__ __forceinline__ ColumnsB(uint32_t tile, int column0)
+      : lane(tile, 0, column0 / 16, lane_id() & 15, lane_id() >> 4), tile(tile), column0(column0) {}
+
+  // Rows kStep * step .., the 16 columns of `pair`.
+  __device__ __forceinline__ OperandB<typename Layout::T> load(int step, int pair) const {
+    OperandB<typename Layout::T> b;
+    if constexpr (kFloat) {
+      const int row = 8 * step + 2 * (lane_id() & 3);
+      const int column = column0 + 16 * pair + (lane_id() >> 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        b.word[i] =
+            ptx::load_shared(tile + Layout::element_offset(row + (i & 1), column + (i >> 1) * 8));
+      }
+      b.split();
+    } else {
+      ptx::ldmatrix_x4_transposed(b.word, lane.at(16 * step, pair));
+    }
+    return b;
+  }
+};
+
+// A operands [16][k-step] where the tile's columns are the rows of A (k down the tile); kStrips of
+// 16 columns from column0 on. Floats: the rows of a k-step in ColumnsB's order.
+template <class Layout, int kStrips>
+struct ColumnsA {
+  static constexpr bool kFloat = kIsFloat<typename Layout::T>;
+  LaneAddress<Layout, kStrips> lane;
+  uint32_t tile;
+  int column0;
+
+  __device__ __forceinline__ ColumnsA(uint32_t tile, int column0)
+      : lane(tile, 0, column0 / 16, (lane_id() & 7) + (lane_id() >> 4) * 8, (lane_id() >> 3) & 1),
+        tile(tile),
+        column0(column0) {}
+
+  // The 16 columns of `strip`, rows kStep * step ...
+  __device__ __forceinline__ OperandA<typename Layout::T> load(int strip, int step) const {
+    OperandA<typename Layout::T> a;
+    if constexpr (kFloat) {
+      const int row = 8 * step + 2 * (lane_id() & 3);
+      const int column = column0 + 16 * strip + (lane_id() >> 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a.word[i] =
+            ptx::load_shared(tile + Layout::element_offset(row + (i >> 1), column + (i & 1) * 8));
+      }
+      a.split();
+    } else {
+      ptx::ldmatrix_x4_transposed(a.word, lane.at(16 * step, strip));
+    }
+    return a;
+  }
+};
+
+// As RowsA, but floats with the elements of a k-step in ColumnsB's order.
+template <class Layout>
+struct RowsAPermuted {
+  RowsA<Layout> rows;
+  uint32_t tile;
+  int row0;
+
+  __device__ __forceinline__ RowsAPermuted(uint32_t tile, int row0)
+      : rows(tile, row0), tile(tile), row0(row0) {}
+
+  __device__ __forceinline__ OperandA<typename Layout::T> load(int row, int step) const {
+    if constexpr (kIsFloat<typename Layout::T>) {
+      OperandA<typename Layout::T> a;
+      const int column = 8 * step + 2 * (lane_id() & 3);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint2 pair = ptx::load_shared_2(
+            tile + Layout::element_offset(row0 + row + (lane_id() >> 2) + 8 * half, column));
+        a.word[half] = pair.x;
+        a.word[2 + half] = pair.y;
+      }
+      a.split();
+      return a;
+    } else {
+      return rows.load(row, step);
+    }
+  }
+};
+
+// The A operand of k-step `step` from a strip of accumulators d[block][4], 16 rows and 8 columns a
+// block.
+//
+// 16-bit types: accumulator columns 2c, 2c + 1 of blocks 2 * step and 2 * step + 1 become elements
+// 2c, 2c + 1 and 2c + 8, 2c + 9 of the k-step, which the same thread holds: only packing is needed.
+// Floats: columns 2c and 2c + 1 of block `step` become elements c and c + 4, which permutes the
+// k-step as ColumnsB does.
+template <class T, int kBlocks>
+__device__ __forceinline__ OperandA<T> accumulator_a(const float (&d)[kBlocks][4], int step) {
+  OperandA<T> a;
+  if constexpr (kIsFloat<T>) {
+    a.word[0] = __float_as_uint(d[step][0]);
+    a.word[1] = __float_as_uint(d[step][2]);
+    a.word[2] = __float_as_uint(d[step][1]);
+    a.word[3] = __float_as_uint(d[step][3]);
+    a.split();
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&block)[4] = d[2 * step + (i >> 1)];
+      a.word[i] = pack(T(), block[2 * (i & 1)], block[2 * (i & 1) + 1]);
+    }
+  }
+  return a;
+}
+
+// Rows of an array in global memory, at the head and batch of this block.
+struct Rows {
+  const void* data = nullptr;
+  int64_t stride = 0;    // elements between rows
+  int columns = 0;       // that exist
+  bool vectors = false;  // rows can be copied in aligned 16-byte pieces
+};
+
+template <class T>
+__device__ __forceinline__ uint4 gather_chunk(const typename T::Bits* from, int count) {
+  uint4 chunk = {0, 0, 0, 0};
+  auto* words = reinterpret_cast<uint32_t*>(&chunk);
+#pragma unroll
+  for (int i = 0; i < 16 / kSize<T>; ++i) {
+    if (i < count) {
+      const uint32_t bits = from[i];
+      words[i * kSize<T> / 4] |= kIsFloat<T> ? bits : bits << (i % 2 * 16);
+    }
+  }
+  return chunk;
+}
+
+// Starts to copy rows [first, first + kRows) to a tile; zeros from row `end` on and past the
+// columns. All of the block's kThreads take part. Done for the calling thread once its cp.async
+// groups are, for the others after a barrier.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int64_t first,
+                                          int64_t end) {
+  using T = typename Layout::T;
+  using Bits = typename T::Bits;
+  constexpr int kChunks = Layout::kChunks;
+  constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
+  const Bits* const from = static_cast<const Bits*>(rows.data) + first * rows.stride;
+  const int count = static_cast<int>(min(end - first, int64_t{kRows}));  // may be negative
+  const auto row_of = [](int i) {
+    return kThreads % kChunks == 0 ? int(threadIdx.x) / kChunks + i * (kThreads / kChunks)
+                                   : (int(threadIdx.x) + i * kThreads) / kChunks;
+  };
+  const auto chunk_of = [](int i) {
+    return kThreads % kChunks == 0 ? int(threadIdx.x) % kChunks
+                                   : (int(threadIdx.x) + i * kThreads) % kChunks;
+  };
+  if (rows.vectors) {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = row_of(i), chunk = chunk_of(i);
+      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
+      const int column = chunk * Layout::kChunkElements;
+      ptx::cp_async_16(tile + Layout::offset(row, chunk), from + row * rows.stride + column,
+                       row < count && column < rows.columns);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = row_of(i), chunk = chunk_of(i);
+      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
+      const int column = chunk * Layout::kChunkElements;
+      const int left = row < count ? rows.columns - column : 0;
+      ptx::store_shared_4(tile + Layout::offset(row, chunk),
+                          gather_chunk<T>(from + row * rows.stride + column, left));
+    }
+  }
+}
+
+// Copies rows [0, kRows) of a tile to rows first .. of an array, as far as they lie before `end`
+// and within the columns. All of the kThreads threads numbered `thread` take part.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void store_tile(uint32_t tile, const Rows& rows, int64_t first,
+                                           int64_t end, int thread) {
+  using T = typename Layout::T;
+  using Bits = typename T::Bits;
+  Bits* const to = static_cast<Bits*>(const_cast<void*>(rows.data)) + first * rows.stride;
+  const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
+  for (int copy = thread; copy < kRows * Layout::kChunks; copy += kThreads) {
+    const int row = copy / Layout::kChunks;
+    const int chunk = copy % Layout::kChunks;
+    const int column = chunk * Layout::kChunkElements;
+    if (row >= count || column >= rows.columns) continue;
+    const uint4 words = ptx::load_shared_4(tile + Layout::offset(row, chunk));
+    Bits* const at = to + row * rows.stride + column;
+    if (rows.vectors) {
+      *reinterpret_cast<uint4*>(at) = words;
+    } else {
+      const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < Layout::kChunkElements; ++i) {
+        if (column + i >= rows.columns) break;
+        at[i] = static_cast<Bits>(kIsFloat<T> ? parts[i % 4] : parts[i / 2 % 4] >> (i % 2 * 16));
+      }
+    }
+  }
+}
+
+// Writes a strip of accumulators d[block][4] to rows row .. row + 15 of a tile, from column
+// 8 * first_block on, a multiple of the strip's columns.
+template <class Layout, int kBlocks>
+__device__ __forceinline__ void write_strip(uint32_t tile, int row, int first_block,
+                                            const float (&d)[kBlocks][4]) {
+  using T = typename Layout::T;
+  // 8 columns are one chunk of a 16-bit type: blocks are reached by an XOR, as in LaneAddress.
+  constexpr bool kByXor =
+      !kIsFloat<T> && (kBlocks == 2 || kBlocks == 4 || kBlocks == 8) && kBlocks <= Layout::kSpan;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at_row = row + (lane_id() >> 2) + 8 * half;
+    const int column = 2 * (lane_id() & 3);
+    const uint32_t base = tile + Layout::element_offset(at_row, 8 * first_block + column);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint32_t to =
+          kByXor ? base ^ (16 * block)
+                 : tile + Layout::element_offset(at_row, 8 * (first_block + block) + column);
+      const float x = d[block][2 * half], y = d[block][2 * half + 1];
+      if constexpr (kIsFloat<T>) {
+        ptx::store_shared_2(to, {__float_as_uint(x), __float_as_uint(y)});
+      } else {
+        ptx::store_shared(to, pack(T(), x, y));
+      }
+    }
+  }
+}
+
+}  // namespace jaxflash::cuda::sm80

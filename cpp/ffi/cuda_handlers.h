@@ -1,0 +1,38 @@
+// The CUDA kernels as XLA custom calls.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ffi/decode.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxflash::ffi {
+
+// Operands: kOperands. Results: output, logit_max, log_sum, workspace. Attributes: those of the CPU
+// call, and `precision` (i64: 0 float, 1 TF32 products of float operands).
+XLA_FFI_Error* cuda_forward(XLA_FFI_CallFrame* frame);
+
+// Operands: kOperands, output_cotangent, logit_max, log_sum, delta. Results: cotangents of query,
+// key, value, bias and scale (by row), workspace. Attributes: also `deterministic` (i64: 0 or 1).
+//
+// Both workspaces are u8[bytes], with `bytes` from the functions below.
+XLA_FFI_Error* cuda_backward(XLA_FFI_CallFrame* frame);
+
+// The shape of a buffer of a call.
+struct BufferShape {
+  XLA_FFI_DataType dtype;
+  std::vector<int64_t> dims;
+};
+
+// Bytes of workspace that a call with these operands and results (without the workspace) needs;
+// negative, with a message, where they don't fit together.
+int64_t cuda_forward_workspace(const std::vector<BufferShape>& operands,
+                               const Attributes& attributes, std::string& message);
+int64_t cuda_backward_workspace(const std::vector<BufferShape>& operands,
+                                const std::vector<BufferShape>& results,
+                                const Attributes& attributes, bool deterministic,
+                                std::string& message);
+
+}  // namespace jaxflash::ffi
