@@ -78,7 +78,10 @@ def seconds(function: Callable, arguments: Arrays) -> float:
 
 
 def take_turns(candidates: dict[str, tuple[Callable, Arrays]], budget: float) -> dict[str, Any]:
-    """Times each candidate, in turns, for about `budget` seconds in all but at least 7 rounds.
+    """Times each candidate, in turns, for about `budget` seconds in all but at least 5 rounds.
+
+    A turn is two calls, of which the second is timed: the first still pays for what the candidate
+    before left behind (jax.nn hands back hundreds of megabytes, and slows down what follows).
 
     Returns:
       For each, the median and the quartiles of a call's seconds, and the number of calls.
@@ -87,8 +90,9 @@ def take_turns(candidates: dict[str, tuple[Callable, Arrays]], budget: float) ->
         jax.block_until_ready(function(*arguments))  # compiles, warms up
     times: dict[str, list[float]] = {name: [] for name in candidates}
     start = time.perf_counter()
-    while len(next(iter(times.values()))) < 7 or time.perf_counter() - start < budget:
+    while len(next(iter(times.values()))) < 5 or time.perf_counter() - start < budget:
         for name, (function, arguments) in candidates.items():
+            seconds(function, arguments)
             times[name].append(seconds(function, arguments))
     return {name: summary(of_one) for name, of_one in times.items()}
 

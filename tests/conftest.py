@@ -1,6 +1,13 @@
 """The implementations that the suite runs over, and what every test may ask for."""
 
 import functools
+import os
+
+# Most programs here run once: LLVM's expensive passes would take half the suite's time. The graph
+# that XLA makes, and so what tests say of it, is the same. Set XLA_FLAGS to try others.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import jax.numpy as jnp
@@ -43,3 +50,10 @@ def x64():
     """Runs the test with 64-bit types enabled."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_compiled_functions():
+    """Hundreds of compiled functions a file would add up to gigabytes."""
+    yield
+    jax.clear_caches()

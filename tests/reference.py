@@ -22,8 +22,8 @@ _WORD = np.uint64(0xFFFFFFFF)
 class Precision:
     """Arithmetic happens in `compute`; probabilities and results are rounded to `storage`.
 
-    `jitter` > 0 moves each logit up or down by an ulp, at random, seeded by it: what another order
-    of the same sums does.
+    `jitter` of 1 or -1 moves each logit up or down by an ulp, neighbours in size in opposite
+    directions: about the worst that another order of the same sums does.
     """
 
     compute: np.dtype
@@ -141,17 +141,26 @@ def attention(
     arrays in the compute dtype of the precision: "output", "lse", "visible" (bool `[B,N,T,S]`),
     with cotangents also "d_query", "d_key", "d_value", and "d_bias", "d_sinks", "d_scale" where
     these arguments are given. Two more entries are dicts by these names: "magnitude", the largest
-    sum of absolute values of the terms a result is added up from; "rows", for a gradient that is
-    summed over rows, its part from each row, `[B,N,T,S or 1]`, and the axes to sum over.
+    sum of absolute values of the terms a result is added up from (of gradients at `exact` only);
+    "rows", for a gradient that is summed over rows, its part from each row, `[B,N,T,S or 1]`, and
+    the axes to sum over.
     """
     arguments = dict(
-        bias=bias, mask=mask, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks,
-        dropout_rate=dropout_rate, dropout_key=dropout_key, precision=precision, **rules,
-    )  # fmt: skip
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        precision=precision,
+        **rules,
+    )
     cotangents = {"output_cotangent": output_cotangent, "lse_cotangent": lse_cotangent}
     if np.ndim(query) == 3:
         return _unbatched(query, key, value, **arguments, **cotangents)
     x = _forward(*map(np.asarray, (query, key, value)), **arguments)
+    is_exact = x.precision == exact(np.asarray(query).dtype)
     result = {
         "output": x.output.transpose(0, 2, 1, 3),
         "lse": x.lse[..., 0].transpose(0, 2, 1),
@@ -168,13 +177,16 @@ def attention(
     d_lse = np.asarray(lse_cotangent).astype(x.output.dtype).transpose(0, 2, 1)[..., None]
     d_output, d_lse = np.where(x.alive, d_output, 0), np.where(x.alive, d_lse, 0)
     gradients = _backward(x, d_output, d_lse, sign=-1)
-    magnitudes = _backward(_absolute(x), np.abs(d_output), np.abs(d_lse), sign=1)
+    magnitudes = {}
+    if is_exact:
+        magnitudes = _backward(_absolute(x), np.abs(d_output), np.abs(d_lse), sign=1)
     given = {"query": query, "key": key, "value": value, "bias": bias, "sinks": sinks}
     given["scale"] = scale
     for name in (n for n in gradients if given[n] is not None):
-        for store, parts in ((result, gradients), (result["magnitude"], magnitudes)):
-            store["d_" + name] = _to_argument(name, parts[name], np.shape(given[name]))
-        result["magnitude"]["d_" + name] = result["magnitude"]["d_" + name].max(initial=0)
+        result["d_" + name] = _to_argument(name, gradients[name], np.shape(given[name]))
+        if is_exact:
+            magnitude = _to_argument(name, magnitudes[name], np.shape(given[name]))
+            result["magnitude"]["d_" + name] = magnitude.max(initial=0)
         if name in ("bias", "sinks", "scale"):
             result["rows"]["d_" + name] = _rows(name, gradients[name], np.shape(given[name]))
     return result
@@ -204,7 +216,8 @@ def _forward(
     x.products = x.q @ x.k.swapaxes(-1, -2)
     logits = x.factor * x.products
     if x.precision.jitter:
-        signs = np.random.default_rng(x.precision.jitter).choice([-1, 1], shape).astype(compute)
+        order = np.argsort(np.where(x.visible, logits, -np.inf), axis=-1)
+        signs = x.precision.jitter * (-1) ** np.argsort(order, axis=-1).astype(compute)
         logits = logits * (1 + np.finfo(compute).eps * signs)
     x.cap_slope = compute(1)
     if logits_soft_cap is not None:

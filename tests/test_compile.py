@@ -39,8 +39,8 @@ def values(seed):
     }
 
 
-def test_new_values_do_not_recompile(implementation):
-    """One trace for other lengths, ids, masks, offsets, scales and dropout keys, and right results."""
+def test_b119_new_values_do_not_recompile(implementation):
+    """One trace for other lengths, ids, masks, offsets, scales and dropout keys."""
     traces = []
 
     @jax.jit
@@ -104,7 +104,7 @@ def export_inputs():
     return jax.tree.map(jnp.asarray, make_call(Shape(T=9, S=21), **arguments).arrays)
 
 
-def test_export_round_trip(implementation):
+def test_b116_export_round_trip(implementation):
     """Serialised with its gradient, read back, called."""
     pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
     arrays = export_inputs()
@@ -142,13 +142,22 @@ LONG = (1, T, 4, 64)
 LONG_ARGUMENTS = {
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True}),
-    "lengths": ({"query_seq_lengths": ((1,), "int32"), "key_value_seq_lengths": ((1,), "int32")}, {}),
+    "lengths": (
+        {"query_seq_lengths": ((1,), "int32"), "key_value_seq_lengths": ((1,), "int32")},
+        {},
+    ),
     "window": ({}, {"local_window_size": (1000, 100)}),
-    "segments": ({"query_segment_ids": ((1, T), "int32"), "key_value_segment_ids": ((1, T), "int32")}, {}),
+    "segments": (
+        {"query_segment_ids": ((1, T), "int32"), "key_value_segment_ids": ((1, T), "int32")},
+        {},
+    ),
     "key bias": ({"bias": ((1, 1, 1, T), "float32")}, {}),
     "key mask": ({"mask": ((1, 1, 1, T), "bool")}, {}),
-    "sinks, soft cap, scale": ({"sinks": ((4,), "float32"), "scale": ((), "float32")}, {"logits_soft_cap": 20.0}),
-}  # fmt: skip
+    "sinks, soft cap, scale": (
+        {"sinks": ((4,), "float32"), "scale": ((), "float32")},
+        {"logits_soft_cap": 20.0},
+    ),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

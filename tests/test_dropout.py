@@ -85,7 +85,7 @@ def test_statistics_ignore_dropout(implementation):
 
 
 def test_mask_does_not_depend_on_sizes_or_offsets(implementation):
-    """Position (i, j) draws the same bits in a longer call, under a mask, with an offset, in any dtype."""
+    """Position (i, j) draws the same bits in a longer call and with an offset."""
     rng_key = jax.random.key(4)
     small = kept(implementation, (1, 2, 9, 21), 0.5, rng_key) > 0
     large = kept(implementation, (3, 4, 70, 200), 0.5, rng_key) > 0
@@ -110,7 +110,7 @@ def test_implementations_agree_bit_for_bit(native):
 
 @pytest.mark.parametrize("batched_key", [False, True])
 def test_vmap_equals_the_loop(implementation, batched_key):
-    """One key for all gives every example the same mask, as in the loop; keys of their own, each its own."""
+    """One key for all gives every example the same mask, as in the loop; own keys, own masks."""
     call = make_call(Shape(B=3, T=9, S=21, N=2, H=4))
     qkv = tuple(call.arrays[n] for n in ("query", "key", "value"))
     keys = jax.random.split(jax.random.key(1), 3)

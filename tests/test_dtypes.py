@@ -69,9 +69,11 @@ def test_lower_precision_is_the_same_in_64_bit_mode(implementation, dtype):
 def test_float64_bias_sinks_and_scale_with_a_float32_query(implementation):
     """Their gradients keep their dtype."""
     call = make_call(
-        Shape(T=9, S=21), bias=lambda rng: normal(rng, (1, 2, 9, 21), np.float64),
-        sinks=lambda rng: normal(rng, 2, np.float64), scale=np.asarray(0.3, np.float64),
-    )  # fmt: skip
+        Shape(T=9, S=21),
+        bias=lambda rng: normal(rng, (1, 2, 9, 21), np.float64),
+        sinks=lambda rng: normal(rng, 2, np.float64),
+        scale=np.asarray(0.3, np.float64),
+    )
 
     def attend(bias, sinks, scale):
         return flash_attention(

@@ -1,4 +1,4 @@
-"""Wrong calls: each raises while tracing, and names the argument, what was expected and what came."""
+"""Wrong calls: each raises while tracing and names the argument, the expected and the given."""
 
 import functools
 import re
@@ -43,15 +43,33 @@ WRONG_CALLS = [
     ("query", {"query": i32(B, T, N, H)}, TypeError, "bfloat16, float16, float32", "int32"),
     ("query", {"query": np.zeros((B, T, N, H), bool)}, TypeError, "float32", "bool"),
     ("query", {"query": np.zeros((B, T, N, H), np.complex64)}, TypeError, "float32", "complex64"),
-    ("query", {"query": jnp.zeros((B, T, N, H), "float8_e5m2")}, TypeError, "float16", "float8_e5m2"),
-    ("query", {"query": f32(T, H)}, ValueError, r"4 axes \[B, T, N, H\].*3 axes", r"2 axes.*\(5, 8\)"),
+    (
+        "query",
+        {"query": jnp.zeros((B, T, N, H), "float8_e5m2")},
+        TypeError,
+        "float16",
+        "float8_e5m2",
+    ),
+    (
+        "query",
+        {"query": f32(T, H)},
+        ValueError,
+        r"4 axes \[B, T, N, H\].*3 axes",
+        r"2 axes.*\(5, 8\)",
+    ),
     ("query", {"query": f32(1, B, T, N, H)}, ValueError, "4 axes", r"5 axes.*\(1, 2, 5, 4, 8\)"),
     ("query", {"query": f32()}, ValueError, "4 axes", "0 axes"),
     ("query", {"query": f32(B, T, 3, H)}, ValueError, "multiple of the 2", r"3, .*\(2, 5, 3, 8\)"),
     ("query", {"query": f32(B, T, 0, H)}, ValueError, "at least 1 head", "0"),
     ("query", {"query": f32(B, T, N, 0)}, ValueError, "head dim.*1 to 256", "0"),
     ("query", {"query": f32(B, T, N, 257)}, ValueError, "head dim.*1 to 256", "257"),
-    ("query", {n: x[:, :, :, :1].repeat(300, 3) for n, x in RIGHT.items()}, ValueError, "256", "300"),
+    (
+        "query",
+        {n: x[:, :, :, :1].repeat(300, 3) for n, x in RIGHT.items()},
+        ValueError,
+        "256",
+        "300",
+    ),
     # key
     ("key", {"key": None}, TypeError, "array", "None"),
     ("key", {"key": half(B, S, K, H)}, TypeError, "float32", "float16"),
@@ -84,8 +102,20 @@ WRONG_CALLS = [
     ("mask", {"mask": i32(B, N, T, S)}, TypeError, "bool", "int32"),
     ("mask", {"mask": f32(B, N, T, S)}, TypeError, "bool", "float32.*bias"),
     ("mask", {"mask": np.ones((T, S), bool)}, ValueError, "4 axes", "2 axes"),
-    ("mask", {"mask": np.ones((B, N, T, 7), bool)}, ValueError, r"\(2, 4, 5, 6\)", r"\(2, 4, 5, 7\)"),
-    ("mask", {"mask": np.ones((3, 1, 1, S), bool)}, ValueError, r"\(2, 4, 5, 6\)", r"\(3, 1, 1, 6\)"),
+    (
+        "mask",
+        {"mask": np.ones((B, N, T, 7), bool)},
+        ValueError,
+        r"\(2, 4, 5, 6\)",
+        r"\(2, 4, 5, 7\)",
+    ),
+    (
+        "mask",
+        {"mask": np.ones((3, 1, 1, S), bool)},
+        ValueError,
+        r"\(2, 4, 5, 6\)",
+        r"\(3, 1, 1, 6\)",
+    ),
     ("mask", {**UNBATCHED, "mask": np.ones((T, S), bool)}, ValueError, "3 axes", "2 axes"),
     # scale
     ("scale", {"scale": "0.1"}, TypeError, "real scalar", "str '0.1'"),
@@ -98,14 +128,26 @@ WRONG_CALLS = [
     ("is_causal", {"is_causal": None}, TypeError, "True or False", "None"),
     ("is_causal", {"is_causal": jnp.asarray(True)}, TypeError, "True or False", "array.*bool"),
     ("return_residual", {"return_residual": "yes"}, TypeError, "True or False", "str 'yes'"),
-    ("deterministic_gradients", {"deterministic_gradients": 0}, TypeError, "True or False", "int 0"),
+    (
+        "deterministic_gradients",
+        {"deterministic_gradients": 0},
+        TypeError,
+        "True or False",
+        "int 0",
+    ),
     # lengths
     ("query_seq_lengths", {"query_seq_lengths": f32(B)}, TypeError, "integer", "float32"),
     ("query_seq_lengths", {"query_seq_lengths": np.ones(B, bool)}, TypeError, "integer", "bool"),
     ("query_seq_lengths", {"query_seq_lengths": 3}, ValueError, r"\[B\] = \(2,\)", r"\(\)"),
     ("query_seq_lengths", {"query_seq_lengths": i32(3)}, ValueError, r"\(2,\)", r"\(3,\)"),
     ("query_seq_lengths", {"query_seq_lengths": i32(B, 1)}, ValueError, r"\(2,\)", r"\(2, 1\)"),
-    ("query_seq_lengths", {**UNBATCHED, "query_seq_lengths": i32(1)}, ValueError, r"\(\)", r"\(1,\)"),
+    (
+        "query_seq_lengths",
+        {**UNBATCHED, "query_seq_lengths": i32(1)},
+        ValueError,
+        r"\(\)",
+        r"\(1,\)",
+    ),
     ("query_seq_lengths", {"query_seq_lengths": "3"}, TypeError, "integer", "str|<U1"),
     ("key_value_seq_lengths", {"key_value_seq_lengths": f32(B)}, TypeError, "integer", "float32"),
     ("key_value_seq_lengths", {"key_value_seq_lengths": i32()}, ValueError, r"\(2,\)", r"\(\)"),
@@ -132,12 +174,36 @@ WRONG_CALLS = [
     ("key_value_segment_ids", {"query_segment_ids": i32(B, T)}, ValueError, "together", "None"),
     ("query_segment_ids", {"key_value_segment_ids": i32(B, S)}, ValueError, "together", "None"),
     ("query_segment_ids", {**IDS, "query_segment_ids": f32(B, T)}, TypeError, "integer", "float32"),
-    ("query_segment_ids", {**IDS, "query_segment_ids": i32(B, S)}, ValueError, r"\(2, 5\)", r"\(2, 6\)"),
+    (
+        "query_segment_ids",
+        {**IDS, "query_segment_ids": i32(B, S)},
+        ValueError,
+        r"\(2, 5\)",
+        r"\(2, 6\)",
+    ),
     ("query_segment_ids", {**IDS, "query_segment_ids": i32(T)}, ValueError, r"\[B, T\]", r"\(5,\)"),
     ("query_segment_ids", {**UNBATCHED, **IDS}, ValueError, r"\(5,\)", r"\(2, 5\)"),
-    ("key_value_segment_ids", {**IDS, "key_value_segment_ids": f32(B, S)}, TypeError, "integer", "float32"),
-    ("key_value_segment_ids", {**IDS, "key_value_segment_ids": i32(B, T)}, ValueError, r"\(2, 6\)", r"\(2, 5\)"),
-    ("key_value_segment_ids", {**IDS, "key_value_segment_ids": i32(1, S)}, ValueError, r"\(2, 6\)", r"\(1, 6\)"),
+    (
+        "key_value_segment_ids",
+        {**IDS, "key_value_segment_ids": f32(B, S)},
+        TypeError,
+        "integer",
+        "float32",
+    ),
+    (
+        "key_value_segment_ids",
+        {**IDS, "key_value_segment_ids": i32(B, T)},
+        ValueError,
+        r"\(2, 6\)",
+        r"\(2, 5\)",
+    ),
+    (
+        "key_value_segment_ids",
+        {**IDS, "key_value_segment_ids": i32(1, S)},
+        ValueError,
+        r"\(2, 6\)",
+        r"\(1, 6\)",
+    ),
     # soft cap
     ("logits_soft_cap", {"logits_soft_cap": 0.0}, ValueError, "> 0", "0.0"),
     ("logits_soft_cap", {"logits_soft_cap": -2}, ValueError, "> 0", "-2"),
@@ -154,19 +220,43 @@ WRONG_CALLS = [
     # dropout
     ("dropout_rate", {"dropout_rate": 1.0, "dropout_key": KEY}, ValueError, r"\[0, 1\)", "1.0"),
     ("dropout_rate", {"dropout_rate": -0.1, "dropout_key": KEY}, ValueError, r"\[0, 1\)", "-0.1"),
-    ("dropout_rate", {"dropout_rate": float("nan"), "dropout_key": KEY}, ValueError, r"\[0, 1\)", "nan"),
+    (
+        "dropout_rate",
+        {"dropout_rate": float("nan"), "dropout_key": KEY},
+        ValueError,
+        r"\[0, 1\)",
+        "nan",
+    ),
     ("dropout_rate", {"dropout_rate": "0.1", "dropout_key": KEY}, TypeError, "number", "str '0.1'"),
     ("dropout_rate", {"dropout_rate": None}, TypeError, "number", "None"),
-    ("dropout_rate", {"dropout_rate": jnp.asarray(0.1), "dropout_key": KEY}, TypeError, "static", "array"),
+    (
+        "dropout_rate",
+        {"dropout_rate": jnp.asarray(0.1), "dropout_key": KEY},
+        TypeError,
+        "static",
+        "array",
+    ),
     ("dropout_key", {"dropout_rate": 0.1}, ValueError, "PRNG key.*0.1", "None"),
     ("dropout_key", {"dropout_rate": 0.1, "dropout_key": 3}, TypeError, "PRNG key", "int 3"),
     ("dropout_key", {"dropout_rate": 0.1, "dropout_key": f32(2)}, TypeError, "PRNG key", "float32"),
-    ("dropout_key", {"dropout_rate": 0.1, "dropout_key": jax.random.split(KEY, 3)}, ValueError, "one key", r"\(3,\)"),
-    ("dropout_key", {"dropout_rate": 0.1, "dropout_key": np.zeros(3, np.uint32)}, ValueError, r"\(2,\)", r"\(3,\)"),
+    (
+        "dropout_key",
+        {"dropout_rate": 0.1, "dropout_key": jax.random.split(KEY, 3)},
+        ValueError,
+        "one key",
+        r"\(3,\)",
+    ),
+    (
+        "dropout_key",
+        {"dropout_rate": 0.1, "dropout_key": np.zeros(3, np.uint32)},
+        ValueError,
+        r"\(2,\)",
+        r"\(3,\)",
+    ),
     # implementation
     ("implementation", {"implementation": "cudnn"}, ValueError, '"native" or "xla"', "'cudnn'"),
     ("implementation", {"implementation": 1}, ValueError, '"native" or "xla"', "1"),
-]  # fmt: skip
+]
 
 
 def test_there_are_enough_and_every_argument_is_there():

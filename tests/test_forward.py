@@ -92,9 +92,13 @@ def test_numpy_and_jax_arrays_and_keyword_names(implementation):
     q, k, v, bias, mask = call.arrays.values()
     by_position = flash_attention(q, k, v, bias, mask, implementation=implementation)
     by_name = flash_attention(
-        query=jnp.asarray(q), key=jnp.asarray(k), value=jnp.asarray(v), bias=jnp.asarray(bias),
-        mask=jnp.asarray(mask), implementation=implementation,
-    )  # fmt: skip
+        query=jnp.asarray(q),
+        key=jnp.asarray(k),
+        value=jnp.asarray(v),
+        bias=jnp.asarray(bias),
+        mask=jnp.asarray(mask),
+        implementation=implementation,
+    )
     assert isinstance(by_position, jax.Array)
     np.testing.assert_array_equal(by_position, by_name)
 

@@ -106,7 +106,7 @@ def test_everything_at_once(implementation):
         sinks=lambda rng: normal(rng, 4),
         dropout_rate=0.2,
         dropout_key=jax.random.key(7),
-    )  # fmt: skip
+    )
     call.check(implementation)
 
 
@@ -126,9 +126,11 @@ SUBSETS = [
 def test_only_some_gradients_wanted(implementation, names):
     """Each subset gives what the full set gives, and nothing else comes back."""
     call = make_call(
-        Shape(T=70, S=130), bias=lambda rng: normal(rng, (1, 2, 70, 1)), sinks=lambda rng: normal(rng, 2),
+        Shape(T=70, S=130),
+        bias=lambda rng: normal(rng, (1, 2, 70, 1)),
+        sinks=lambda rng: normal(rng, 2),
         scale=np.asarray(0.4, np.float32),
-    )  # fmt: skip
+    )
     everything = call.check(implementation)
     some = compiled(implementation, names, ())(call.arrays, call.cotangents)
     assert set(some) == {"output", "lse", *("d_" + n for n in names)}

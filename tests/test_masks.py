@@ -54,19 +54,29 @@ def test_window(implementation, window, is_causal):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize(
-    "extreme", [np.iinfo(np.int32).min, np.iinfo(np.int32).max, 2**30, -(2**30)]
-)
-@pytest.mark.parametrize(
-    "window", [(None, 0), (0, None), (2**31 - 1, 2**31 - 1), (2**40, 2**40)], ids=str
-)
-def test_extreme_offsets_and_windows_do_not_wrap(implementation, extreme, window):
+@pytest.mark.parametrize("extreme", [-(2**31), 2**31 - 1, 2**30, -(2**30)])
+@pytest.mark.parametrize("window", [(None, 0), (0, None), (1000, 1000)], ids=str)
+def test_extreme_offsets_do_not_wrap(implementation, extreme, window):
+    """Far beyond the keys on either side: everything or nothing is visible."""
     left, right = window
-    i, j = np.ogrid[:3, :5]
-    position = i.astype(object) + extreme
-    expected = (left is None or j >= position - left) & (right is None or j <= position + right)
+    before, after = extreme < 0, extreme > 0
+    expected = (before and right is None) or (after and left is None)
     got = seen_keys(implementation, 3, 5, local_window_size=window, query_offset=np.int32(extreme))
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, (3, 5)).astype(bool))
+    np.testing.assert_array_equal(got, np.full((3, 5), expected))
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("offset", [0, 3, -3])
+def test_huge_windows_are_no_limit(implementation, size, offset):
+    i, j = np.ogrid[:3, :5]
+    arguments = {"query_offset": np.int32(offset), "implementation": implementation}
+    for window, expected in (
+        ((size, size), np.ones((3, 5), bool)),
+        ((size, 0), j <= i + offset),
+        ((0, size), j >= i + offset),
+    ):
+        got = seen_keys(T=3, S=5, local_window_size=window, **arguments)
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(

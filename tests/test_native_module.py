@@ -1,4 +1,4 @@
-"""The compiled module: what it says of itself, how it is registered, what the command line reports."""
+"""The compiled module: what it says of itself, how it is registered, and when it is missing."""
 
 import importlib
 
@@ -120,7 +120,7 @@ NEWER_HEADERS = """
 
 
 def test_module_built_on_newer_headers_is_refused_at_import():
-    """Registering its handlers would take the whole backend down; the message names both versions."""
+    """Registering its handlers would take the backend down; the message names both versions."""
     message = run_python(NEWER_HEADERS)
     assert "0.99" in message
     assert jax.lib.__version__ in message
@@ -149,9 +149,11 @@ def test_handlers_refuse_wrong_buffers(native):
     call = jax.ffi.ffi_call("jaxflash_forward", (shape,) * 3)
     absent = np.zeros(0, np.uint8)
     attributes = {
-        "window_left": np.int64(-1), "window_right": np.int64(-1), "soft_cap": np.float64(0),
+        "window_left": np.int64(-1),
+        "window_right": np.int64(-1),
+        "soft_cap": np.float64(0),
         "dropout_threshold": np.int64(0),
-    }  # fmt: skip
+    }
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"\d"):
         call(*([np.zeros((1, 4, 1, 4), np.float32)] * 13), **attributes)
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -28,7 +28,7 @@ def test_philox_known_answers(rounds):
 
 
 def test_dropout_uses_every_lane_once():
-    """The 16 x 16 draws of a block come from 32 Philox calls of 8 lanes: all differ from each other."""
+    """The 16 x 16 draws of a block are 32 Philox calls of 8 lanes: they differ from each other."""
     rng_key = jax.random.key(3)
     thresholds = np.zeros((16, 16), int)
     for bit in reversed(range(16)):  # binary search for each draw: the largest kept threshold

@@ -13,7 +13,7 @@ from calls import Shape, bfloat16, make_call, normal, run_python
 from jaxflash import flash_attention
 
 
-def test_two_python_threads(implementation):
+def test_n04_two_python_threads(implementation):
     """The same kernel from several jitted functions on several threads at once."""
     shapes = [
         Shape(T=70, S=140, H=16),
@@ -54,7 +54,8 @@ FORK = """
 
     def attend(queue):
         x = jnp.ones((1, 130, 2, 16))
-        queue.put(np.asarray(jax.grad(lambda x: flash_attention(x, x, x, implementation=sys.argv[1]).sum())(x)))
+        run = jax.grad(lambda x: flash_attention(x, x, x, implementation=sys.argv[1]).sum())
+        queue.put(np.asarray(run(x)))
 
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -71,8 +72,8 @@ FORK = """
 """
 
 
-def test_fork_after_import(implementation):
-    """Data loader workers: a fork after the import, before the first computation, deadlocks nobody."""
+def test_n07_fork_after_import(implementation):
+    """Data loader workers: a fork between import and first computation deadlocks nobody."""
     assert run_python(FORK, implementation).strip() == "done"
 
 
@@ -104,7 +105,7 @@ def module_level_attention(q, k, v):
     return flash_attention(q, k, v, is_causal=True)
 
 
-def test_pickling(implementation):
+def test_n06_pickling(implementation):
     """The public function, and a function that uses it, survive pickling."""
     assert pickle.loads(pickle.dumps(flash_attention)) is flash_attention
     again = pickle.loads(pickle.dumps(module_level_attention))
@@ -119,8 +120,8 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
-def test_memory_is_flat_over_many_calls(implementation):
-    """10,000 calls with gradients after a warm-up: resident memory grows by less than 100 bytes a call."""
+def test_b146_memory_is_flat_over_many_calls(implementation):
+    """After a warm-up, 10,000 gradients add less than 100 bytes each to the resident memory."""
     arrays = [jnp.asarray(x) for x in make_call(Shape(B=1, T=9, S=9, N=2, H=8)).arrays.values()]
     run = jax.jit(
         jax.grad(lambda *a: flash_attention(*a, implementation=implementation).sum(), (0, 1, 2))
@@ -141,18 +142,19 @@ def test_memory_is_flat_over_many_calls(implementation):
 THREADS = """
     import os, sys
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[2])])
-    import hashlib
+    import functools, hashlib
     import numpy as np
     import jax
     from jaxflash import flash_attention
 
+    attend = functools.partial(flash_attention, implementation=sys.argv[1])
     rng = np.random.default_rng(0)
     digest = hashlib.sha256()
     for heads, kv_heads, keys in ((4, 2, 257), (2, 1, 600)):
         q = rng.standard_normal((1, 130, heads, 16), np.float32)
         k, v = rng.standard_normal((2, 1, keys, kv_heads, 16), np.float32)
         run = jax.jit(jax.value_and_grad(
-            lambda *a: (flash_attention(*a, is_causal=True, implementation=sys.argv[1]) ** 2).sum(), (0, 1, 2)
+            lambda *a: (attend(*a, is_causal=True) ** 2).sum(), (0, 1, 2)
         ))
         for leaf in jax.tree.leaves(run(q, k, v)[1]):
             digest.update(np.asarray(leaf).tobytes())
@@ -161,7 +163,7 @@ THREADS = """
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
-def test_number_of_threads_changes_nothing(implementation):
+def test_n09_number_of_threads_changes_nothing(implementation):
     """One CPU or all of them: bitwise the same gradients."""
     counts = sorted({1, len(os.sched_getaffinity(0))})
     assert len({run_python(THREADS, implementation, str(n)) for n in counts}) == 1

@@ -33,6 +33,16 @@ class Yardstick:
     compute: np.dtype
     spread: float = 0.0
 
+    def __add__(self, other):
+        """The yardstick of the sum of two results."""
+        return dataclasses.replace(
+            self,
+            exact=self.exact + other.exact,
+            working=[a + b for a, b in zip(self.working, other.working, strict=True)],
+            magnitude=self.magnitude + other.magnitude,
+            spread=float(np.hypot(self.spread, other.spread)),
+        )
+
     @property
     def working_error(self):
         return max(error(w, self.exact) for w in self.working)
