@@ -113,6 +113,13 @@ JAXFLASH_INLINE TileVisibility tile_visibility(const Extent& extent, Range rows,
   return all ? TileVisibility::kAll : TileVisibility::kSome;
 }
 
+// Whether there may be rows that see no key, as far as the operands' presence tells.
+JAXFLASH_INLINE bool rows_may_see_nothing(const Problem& problem) {
+  return problem.bias.data != nullptr || problem.mask.data != nullptr ||
+         problem.query_segment_ids.data != nullptr || problem.query_offset.data != nullptr ||
+         problem.key_value_lengths.data != nullptr || problem.window_left != kUnlimited;
+}
+
 // The least and the greatest segment id of a tile's rows or keys.
 struct SegmentBounds {
   int32_t least;

@@ -95,6 +95,18 @@ __device__ __forceinline__ void add_global_2(float* to, float x, float y) {
 #endif
 }
 
+// ld.acquire.gpu.global.u32, PTX ISA "Data Movement: ld".
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
+  uint32_t word;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+
+// red.release.gpu.global.add.u32, PTX ISA "Parallel Synchronization: red".
+__device__ __forceinline__ void add_release(uint32_t* to, uint32_t count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(count) : "memory");
+}
+
 // prefetch.global.L2, PTX ISA "Data Movement: prefetch": the line at `from`.
 __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));

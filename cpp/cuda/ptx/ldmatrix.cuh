@@ -23,4 +23,12 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
                : "memory");
 }
 
+// movmatrix.sync.aligned.m8n8.trans.b16, PTX ISA section "Warp-level matrix transpose instruction:
+// movmatrix": an 8x8 matrix in registers, as ldmatrix deals it.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
 }  // namespace jaxflash::cuda::ptx

@@ -4,12 +4,17 @@
 // A block owns a tile of keys of one key head and takes it past the rows of all query heads (and
 // all batches, where keys are shared) that see any of it. Cotangents of key and value stay in
 // registers; that of the query is added up in global memory, in f32. Five products a tile of
-// logits, each dealt to the warps by a grid of its own; probabilities and their gradients go
-// between them in shared memory, [row][key].
+// logits, each dealt to the warps by a grid of its own.
+//
+// Probabilities and gradients of logits go between products in shared memory, [row][key]. Where a
+// warp has all rows of its keys (kOwnsKeys), it takes both to its sums of those keys in registers,
+// and shared memory holds only the gradients, for the query.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/params.h"
@@ -76,9 +81,12 @@ struct Backward {
   static constexpr BackwardTile kTile =
       backward_tile(kIsFloat<T>, D, Policy::kEverything, JAXFLASH_ARCH);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kThreads = kTile.threads();
-  static constexpr int kStages = kTile.stages;
+  static constexpr int kStages = kTile.stages, kPairStages = kTile.pair_stages;
+  static constexpr bool kOwnsKeys = kTile.owns_keys();
+  // Rows that logits are computed for at a time.
+  static constexpr int kChunkRows = kTile.chunk_rows();
   // Warp tiles of the three kinds of product, in strips of 16 rows and blocks of 8 columns.
-  static constexpr int kStrips = kRows / kTile.logits.rows / 16;
+  static constexpr int kStrips = kChunkRows / kTile.logits.rows / 16;
   static constexpr int kBlocks = kKeys / kTile.logits.columns / 8;
   static constexpr int kKeyStrips = kKeys / kTile.key_sums.rows / 16;
   static constexpr int kKeyBlocks = D / kTile.key_sums.columns / 8;
@@ -88,10 +96,10 @@ struct Backward {
   static_assert(kBlocks % 2 == 0 && kKeyBlocks % 2 == 0 && kQueryBlocks % 2 == 0);
   static_assert(kTile.key_sums.rows * kTile.key_sums.columns == kTile.warps());
   static_assert(kTile.query_sums.rows * kTile.query_sums.columns == kTile.warps());
-  static_assert(kRows <= kThreads);
+  static_assert(kRows <= kThreads && kRows % kChunkRows == 0);
 
   using Layout = TileLayout<T, D>;          // key, value, query, cotangent
-  using PairLayout = TileLayout<T, kKeys>;  // probabilities and their gradients
+  using PairLayout = TileLayout<T, kKeys>;  // probabilities and gradients of logits
   static constexpr int kKeyBytes = kKeys * Layout::kRowBytes;
   static constexpr int kRowBytes = kRows * Layout::kRowBytes;
   static constexpr int kPairBytes = kRows * PairLayout::kRowBytes;
@@ -99,10 +107,11 @@ struct Backward {
   static constexpr int kValueAt = kKeyBytes;
   static constexpr int kQueryAt = kValueAt + kKeyBytes;
   static constexpr int kCotangentAt = kQueryAt + kStages * kRowBytes;
-  static constexpr int kProbabilityAt = kCotangentAt + kStages * kRowBytes;
-  static constexpr int kGradientAt = kProbabilityAt + kPairBytes;
-  static constexpr int kStatisticsAt = kGradientAt + kPairBytes;  // [stage][3][row], then [3][row]
-  static_assert(kStatisticsAt + (3 * kStages + 3) * kRows * 4 == kTile.shared_bytes(D, kSize<T>));
+  static constexpr int kGradientAt = kCotangentAt + kStages * kRowBytes;
+  static constexpr int kProbabilityAt = kGradientAt + kPairStages * kPairBytes;
+  static constexpr int kStatisticsAt =  // [stage][3][row]
+      kProbabilityAt + (kOwnsKeys ? 0 : kPairStages * kPairBytes);
+  static_assert(kStatisticsAt + 3 * kStages * kRows * 4 == kTile.shared_bytes(D, kSize<T>));
 };
 
 // A head as the backward kernel sees it.
@@ -152,6 +161,37 @@ __device__ __forceinline__ void look_at(const BackwardParams& params, int64_t ba
   view.whole_end = static_cast<int>((every.end + (to_the_end ? K::kRows - 1 : 0)) / K::kRows);
 }
 
+// Waits until `turn` blocks have added to a tile of rows. All threads call it.
+__device__ __forceinline__ void wait_for_turn(const uint32_t* turns, uint32_t turn) {
+  if (threadIdx.x == 0) {
+    while (ptx::load_acquire(turns) != turn) {
+    }
+  }
+  __syncthreads();  // all wait until thread 0 has seen this block's turn come
+}
+__device__ __forceinline__ void end_turn(uint32_t* turns) {
+  __threadfence();
+  __syncthreads();  // thread 0 waits until all have added, and each made it visible
+  if (threadIdx.x == 0) ptx::add_release(turns, 1);
+}
+
+// Accumulators [16 * strip ..][8 * block ..] of 16-bit types to operands A of their transpose:
+// strips of two blocks' columns, k-steps of a strip's rows each.
+//
+// A thread holds rows lane / 4 and the one 8 below of a strip, columns 2 * (lane % 4) and the next
+// of a block; packed, each half of rows is a fragment of an 8x8 matrix. Transposed, a thread holds
+// of each the row lane / 4, which was a column.
+template <class T, int kStrips, int kBlocks>
+__device__ __forceinline__ void transpose(const float (&d)[kStrips][kBlocks][4],
+                                          OperandA<T> (&a)[kBlocks / 2][kStrips]) {
+#pragma unroll
+  for (int i = 0; i < kStrips * kBlocks * 2; ++i) {
+    const int strip = i / (2 * kBlocks), block = i / 2 % kBlocks, half = i % 2;
+    a[block / 2][strip].word[2 * half + block % 2] =
+        ptx::transpose_8x8(pack(T(), d[strip][block][2 * half], d[strip][block][2 * half + 1]));
+  }
+}
+
 // What a block visits, one after the other: the tiles of rows of each head of each batch.
 struct Item {
   int head;  // of all repeats and the group of query heads; the number of them at the end
@@ -167,17 +207,19 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   using K = Backward<T, D, Policy>;
   using Layout = typename K::Layout;
   using PairLayout = typename K::PairLayout;
-  constexpr int kRows = K::kRows, kKeys = K::kKeys, kThreads = K::kThreads, kStages = K::kStages;
+  constexpr int kRows = K::kRows, kKeys = K::kKeys, kThreads = K::kThreads;
+  constexpr int kStages = K::kStages, kPairStages = K::kPairStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ BackwardView views[2];
+  // Every thread arrives when its copies of a stage's rows are there; all wait before they read it.
+  __shared__ uint64_t rows_arrived[kStages];
   // Where the batches that share these keys differ: in length, what is past it must not be read; in
   // scale, key_sum is kept in units of the scale of the last.
   __shared__ int loaded_keys;
   __shared__ float key_sum_scale;
   const Problem& problem = params.problem;
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  auto* const raw_statistics = reinterpret_cast<float*>(shared + K::kStatisticsAt);
-  float* const row_statistics = raw_statistics + 3 * kStages * kRows;
+  const auto* const row_statistics = reinterpret_cast<const float*>(shared + K::kStatisticsAt);
   const int lane = lane_id();
 
   const Work work = work_of(params.schedule, blockIdx.x);
@@ -256,8 +298,10 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
                                        rows_of(problem.value, head.index, key_head,
                                                problem.value_dim, kSize<T>, params.vectors.value),
                                        first_key, head.extent.key_length);
-    ptx::cp_async_commit();
   };
+  const uint32_t first_barrier = static_cast<uint32_t>(__cvta_generic_to_shared(rows_arrived));
+  const bool only_async_copies =
+      params.vectors.query && params.vectors.output && params.vectors.key && params.vectors.value;
   const auto load_rows = [&](const Item& item, int stage) {
     if (item.checks == kHidden) return;
     const BackwardView& view = views[item.view];
@@ -279,7 +323,12 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
       ptx::cp_async_4(to + 4 * kRows, view.log_sum + row * params.statistics.log_sum.row, exists);
       ptx::cp_async_4(to + 8 * kRows, view.delta + row * params.delta.row, exists);
     }
-    ptx::cp_async_commit();
+    if (only_async_copies) {
+      ptx::cp_async_mbarrier_arrive(first_barrier + 8 * stage);
+    } else {  // ordinary stores among them, which only an ordinary arrival releases
+      ptx::cp_async_wait_all();
+      ptx::mbarrier_arrive(first_barrier + 8 * stage);
+    }
   };
 
   const bool wants_query = params.query_sums != nullptr;
@@ -293,242 +342,266 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const WarpPlace keys_place = warp_place(K::kTile.key_sums, kKeys, D);
   const WarpPlace query_place = warp_place(K::kTile.query_sums, kRows, D);
 
-  Item item = {-1, 0, kHidden, 0};  // before the first: nothing to compute, only to load the next
-  int stage = kStages - 1;
-  for (;;) {
-    ptx::cp_async_wait<0>();
-    const BackwardView& view = views[item.view];
-    const int first_row = item.tile * kRows;
-    const uint32_t query_tile = base + K::kQueryAt + stage * K::kRowBytes;
-    const uint32_t cotangent_tile = base + K::kCotangentAt + stage * K::kRowBytes;
-    const bool computes = item.checks != kHidden;
-    bool dead = false;
-    if (computes && threadIdx.x < kRows) {
-      const float* const raw = raw_statistics + 3 * stage * kRows + threadIdx.x;
-      const bool exists = first_row + int(threadIdx.x) < view.head.extent.query_length;
-      const float logit_max = raw[0], log_sum = raw[kRows];
-      const bool sees = exists && logit_max != minus_infinity();
-      dead = exists && !sees;
-      const float shift = kIsFloat<T> ? logit_max : (logit_max + log_sum) * kLog2E;
-      row_statistics[threadIdx.x] = sees ? shift : -minus_infinity();
-      row_statistics[kRows + threadIdx.x] = log_sum;
-      row_statistics[2 * kRows + threadIdx.x] = sees ? raw[2 * kRows] : 0.f;
+  // What a row that sees nothing brings must not count, even if it is NaN. All threads call it.
+  const auto clear_dead_rows = [&](const float* logit_max, uint32_t cotangent_tile) {
+    const bool dead = threadIdx.x < kRows && logit_max[threadIdx.x] == minus_infinity();
+    if (!__syncthreads_or(dead)) return;
+    for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
+      const int row = i / Layout::kChunks;
+      if (logit_max[row] == minus_infinity()) {
+        ptx::store_shared_4(cotangent_tile + Layout::offset(row, i % Layout::kChunks), {});
+      }
     }
-    // Every thread arrives when its copies of this item are there and it has done with the last
-    // item; all wait, so that all may read this item's tiles and statistics, and overwrite the last
-    // one's stage, probabilities and gradients.
-    const bool any_dead = __syncthreads_or(dead);
+    __syncthreads();  // all wait for all zeros
+  };
+  // Where batches share these keys: takes over the keys that exist and the scale of an item's.
+  const auto change_batch = [&](const BackwardView& view) {
+    const bool reloads = keys_in(view) != loaded_keys;
+    const float old_scale = key_sum_scale;
+    const float scale = view.head.scale == 0.f ? old_scale : view.head.scale;
+    __syncthreads();  // all have done with the keys, and read what thread 0 overwrites
+    if (threadIdx.x == 0) {
+      loaded_keys = keys_in(view);
+      key_sum_scale = scale;
+    }
+    if (reloads) {
+      load_keys(view);
+      ptx::cp_async_wait_all();
+    }
+    __syncthreads();  // all wait for all copies
+    if (scale == old_scale) return;
+    const float change = old_scale / scale;
+#pragma unroll
+    for (int i = 0; i < K::kKeyStrips * K::kKeyBlocks * 4; ++i) {
+      key_sum[i / (4 * K::kKeyBlocks)][i / 4 % K::kKeyBlocks][i % 4] *= change;
+    }
+  };
+
+  // Where the current item lies.
+  Item item = {-1, 0, kHidden, 0};
+  int stage = 0, parity = 0, pair_stage = 0;
+  const auto query_tile = [&] { return base + K::kQueryAt + stage * K::kRowBytes; };
+  const auto cotangent_tile = [&] { return base + K::kCotangentAt + stage * K::kRowBytes; };
+  const auto gradient_tile = [&] { return base + K::kGradientAt + pair_stage * K::kPairBytes; };
+  const auto probability_tile = [&] {
+    return base + K::kProbabilityAt + pair_stage * K::kPairBytes;
+  };
+  const bool drops = Policy::kEverything && problem.dropout_threshold != 0;
+
+  using Logits = float[K::kStrips][K::kBlocks][4];
+  // d += rows of one tile times rows of another, at this warp's logits of rows `row` on.
+  const auto multiply_rows = [&](uint32_t row_tile, int row, uint32_t column_tile, Logits& d) {
+    const RowsA<Layout> a(row_tile, row);
+    const RowsB<Layout> b(column_tile, logits.column);
+    multiply<T, D / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
+                              [&](int pair, int step) { return b.load(16 * pair, step); },
+                              params.precise, d);
+  };
+  // Probabilities s, after dropout, and gradients g of the logits, for rows `row` of the tile on.
+  const auto logit_gradients = [&](const BackwardView& view, int row, Logits& s, Logits& g) {
+    const int first_row = item.tile * kRows + row;
+    const int key = first_key + logits.column;
+    float shift[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
+#pragma unroll
+    for (int i = 0; i < 2 * K::kStrips; ++i) {
+      const int in_strips = 16 * (i / 2) + 8 * (i % 2) + lane / 4;
+      const float* const of_row = row_statistics + 3 * stage * kRows + row + in_strips;
+      const bool sees =
+          first_row + in_strips < view.head.extent.query_length && of_row[0] != minus_infinity();
+      const float reference = kIsFloat<T> ? of_row[0] : (of_row[0] + of_row[kRows]) * kLog2E;
+      shift[i / 2][i % 2] = sees ? reference : -minus_infinity();
+      log_sum[i / 2][i % 2] = of_row[kRows];
+      delta[i / 2][i % 2] = sees ? of_row[2 * kRows] : 0.f;
+    }
+    clear(s);
+    multiply_rows(query_tile(), row, base, s);
+    // Dropout acts on the products alone.
+#pragma unroll
+    for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+      const int strip = i / (4 * K::kBlocks);
+      g[strip][i / 4 % K::kBlocks][i % 4] = drops ? 0.f : -delta[strip][i / 2 % 2];
+    }
+    multiply_rows(cotangent_tile(), row, base + K::kValueAt, g);
+
+    KeptBits<K::kStrips, K::kBlocks> kept;
+    const float keep_scale =
+        drops ? static_cast<float>(dropout_keep_scale(problem.dropout_threshold)) : 1.f;
+    if (drops) {
+      kept.draw(problem, view.head, first_row, key);
+#pragma unroll
+      for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+        const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
+        float& x = g[strip][block][i % 4];
+        x = (kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f) - delta[strip][i / 2 % 2];
+      }
+    }
+    float factor = kLog2E;
+    if constexpr (Policy::kEverything) {
+      apply_rules(
+          problem, view.head, item.checks, first_row, key,
+          [&](int strip, int block, int i, float slope) {
+            if (!wants_bias) g[strip][block][i] *= slope;
+          },
+          s);
+    } else {
+      factor *= view.head.scale;
+    }
+#pragma unroll
+    for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+      const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks, half = i / 2 % 2;
+      float& x = s[strip][block][i % 4];
+      x = ptx::ex2(kIsFloat<T> ? ((x - shift[strip][half]) - log_sum[strip][half]) * factor
+                               : fmaf(x, factor, -shift[strip][half]));
+      g[strip][block][i % 4] *= x;
+    }
+    if (item.checks & kCheckRanges) {
+      for_each_outside<K::kStrips, K::kBlocks>(view.head.extent, first_row, key,
+                                               [&](int strip, int block, int i) {
+                                                 s[strip][block][i] = 0.f;
+                                                 g[strip][block][i] = 0.f;
+                                               });
+    }
+    if (drops) {
+#pragma unroll
+      for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+        const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
+        float& x = s[strip][block][i % 4];
+        x = kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f;
+      }
+    }
+  };
+  // The bias's share of the gradients g; then they are those of the capped logits. Overwrites s.
+  const auto take_bias_cotangent = [&](const BackwardView& view, int row, Logits& s, Logits& g) {
+    const int first_row = item.tile * kRows + row;
+    const int key = first_key + logits.column;
+    if (params.bias_sums) {
+      add_bias_cotangent(problem, params.bias_cotangent, view.head, first_row, key, g);
+    } else {
+      store_bias_cotangent(problem, params.bias_cotangent, view.head, first_row, key, g);
+    }
+    if (problem.soft_cap == 0) return;
+    // The slope, which is none of the bias's business, from the products once more.
+    clear(s);
+    multiply_rows(query_tile(), row, base, s);
+#pragma unroll
+    for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+      const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
+      g[strip][block][i % 4] *= soft_cap_slope(problem, view.head, s[strip][block][i % 4]);
+    }
+  };
+  const auto write_pairs = [&](uint32_t tile, int row, const Logits& d) {
+#pragma unroll
+    for (int strip = 0; strip < K::kStrips; ++strip) {
+      write_strip<PairLayout>(tile, row + 16 * strip, logits.column / 8, d[strip]);
+    }
+  };
+  // sum += a rows of `tile`, over kSteps k-steps from row `row` on.
+  const auto add_rows = [&](auto steps, const auto& a_of, uint32_t tile, int row,
+                            float (&sum)[K::kKeyStrips][K::kKeyBlocks][4]) {
+    const ColumnsB<Layout, K::kKeyBlocks / 2> b(tile, keys_place.column);
+    const int first_step = row / kStep<T>;
+    multiply<T, decltype(steps)::value>(
+        a_of, [&](int pair, int step) { return b.load(first_step + step, pair); }, params.precise,
+        sum);
+  };
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(first_barrier + 8 * i, kThreads);
+  }
+  item = item_after(item);
+  if (item.head < params.heads) {
+    if (threadIdx.x == 0) {
+      loaded_keys = keys_in(views[item.view]);
+      key_sum_scale = views[item.view].head.scale;
+    }
+    load_keys(views[item.view]);
+    load_rows(item, stage);
+    __syncthreads();  // all wait for what thread 0 wrote
+  }
+  const bool visits = item.head < params.heads;
+  while (item.head < params.heads) {
+    const BackwardView& view = views[item.view];
+    const bool computes = item.checks != kHidden;
+    // All have done with the last item's probabilities and gradients.
+    if (kPairStages == 1 && kStages > 1) __syncthreads();
+    if (computes) {
+      if (params.repeats > 1) change_batch(view);
+      ptx::mbarrier_wait(first_barrier + 8 * stage, parity);
+      if (params.dead_rows) {
+        clear_dead_rows(row_statistics + 3 * stage * kRows, cotangent_tile());
+      }
+      // Where keys get nothing in units of another scale, see change_batch.
+      const bool adds_to_keys = params.repeats == 1 || view.head.scale != 0.f;
+#pragma unroll 1
+      for (int row = logits.row; row < kRows; row += K::kChunkRows) {
+        Logits s, g;
+        logit_gradients(view, row, s, g);
+        if constexpr (K::kOwnsKeys) {
+          // [row][key] accumulators to [key][row] operands.
+          OperandA<T> p[K::kKeyStrips][K::kStrips];
+          transpose(s, p);
+          add_rows(
+              std::integral_constant<int, K::kStrips>(),
+              [&](int strip, int step) { return p[strip][step]; }, cotangent_tile(), row,
+              value_sum);
+          if (wants_bias) take_bias_cotangent(view, row, s, g);
+          write_pairs(gradient_tile(), row, g);
+          transpose(g, p);
+          if (adds_to_keys) {
+            add_rows(
+                std::integral_constant<int, K::kStrips>(),
+                [&](int strip, int step) { return p[strip][step]; }, query_tile(), row, key_sum);
+          }
+        } else {
+          write_pairs(probability_tile(), row, s);
+          if (wants_bias) take_bias_cotangent(view, row, s, g);
+          write_pairs(gradient_tile(), row, g);
+        }
+      }
+    }
+    // All wait for all of the probabilities and gradients, and have done with the last item, whose
+    // stage may be overwritten.
+    __syncthreads();
     const Item next = item_after(item);
     const bool goes_on = next.head < params.heads;
-    if (item.head < 0 && goes_on) {
-      if (threadIdx.x == 0) {
-        loaded_keys = keys_in(views[next.view]);
-        key_sum_scale = views[next.view].head.scale;
-      }
-      load_keys(views[next.view]);
-    }
-    if ((kStages > 1 || item.head < 0) && goes_on) load_rows(next, stage ^ (kStages - 1));
+    const int next_stage = computes ? stage ^ (kStages - 1) : stage;
+    if (kStages > 1 && goes_on) load_rows(next, next_stage);
     if (Policy::kEverything && goes_on && next.checks != kHidden) {
       prefetch_rules<kRows, kKeys, kThreads>(problem, views[next.view].head, next.checks,
                                              int64_t{next.tile} * kRows, first_key);
     }
-
-    if (any_dead) {
-      // What a row that sees nothing brings must not count, even if it is NaN.
-      for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
-        const int row = i / Layout::kChunks;
-        if (row_statistics[row] == -minus_infinity()) {
-          ptx::store_shared_4(cotangent_tile + Layout::offset(row, i % Layout::kChunks), {});
-        }
-      }
-      __syncthreads();  // all wait for all zeros
-    }
-    if (params.repeats > 1 && computes) {
-      const bool reloads = keys_in(view) != loaded_keys;
-      const float old_scale = key_sum_scale;
-      const float scale = view.head.scale == 0.f ? old_scale : view.head.scale;
-      __syncthreads();  // all have read what thread 0 overwrites
-      if (threadIdx.x == 0) {
-        loaded_keys = keys_in(view);
-        key_sum_scale = scale;
-      }
-      if (reloads) {
-        load_keys(view);
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // all wait for all copies
-      }
-      if (scale != old_scale) {
-        const float change = old_scale / scale;
-#pragma unroll
-        for (int i = 0; i < K::kKeyStrips * K::kKeyBlocks * 4; ++i) {
-          key_sum[i / (4 * K::kKeyBlocks)][i / 4 % K::kKeyBlocks][i % 4] *= change;
+    if constexpr (!K::kOwnsKeys) {
+      if (computes) {
+        using Steps = std::integral_constant<int, kRows / kStep<T>>;
+        const ColumnsA<PairLayout, K::kKeyStrips> p(probability_tile(), keys_place.row);
+        add_rows(
+            Steps(), [&](int strip, int step) { return p.load(strip, step); }, cotangent_tile(), 0,
+            value_sum);
+        if (params.repeats == 1 || view.head.scale != 0.f) {
+          const ColumnsA<PairLayout, K::kKeyStrips> g(gradient_tile(), keys_place.row);
+          add_rows(
+              Steps(), [&](int strip, int step) { return g.load(strip, step); }, query_tile(), 0,
+              key_sum);
         }
       }
     }
-
-    if (computes) {
-      const int row = first_row + logits.row;
-      const int key = first_key + logits.column;
-      const bool drops = Policy::kEverything && problem.dropout_threshold != 0;
-      float s[K::kStrips][K::kBlocks][4];  // products, then probabilities
-      float g[K::kStrips][K::kBlocks][4];  // cotangents of probabilities less delta, then of logits
-      float shift[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
-#pragma unroll
-      for (int i = 0; i < 2 * K::kStrips; ++i) {
-        const float* const of_row =
-            row_statistics + logits.row + 16 * (i / 2) + 8 * (i % 2) + lane / 4;
-        shift[i / 2][i % 2] = of_row[0];
-        log_sum[i / 2][i % 2] = of_row[kRows];
-        delta[i / 2][i % 2] = of_row[2 * kRows];
-      }
-      clear(s);
-      {
-        const RowsA<Layout> a(query_tile, logits.row);
-        const RowsB<Layout> b(base, logits.column);
-        multiply<T, D / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
-                                  [&](int pair, int step) { return b.load(16 * pair, step); },
-                                  params.precise, s);
-      }
-      // Dropout acts on the products alone.
-#pragma unroll
-      for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
-        const int strip = i / (4 * K::kBlocks);
-        g[strip][i / 4 % K::kBlocks][i % 4] = drops ? 0.f : -delta[strip][i / 2 % 2];
-      }
-      {
-        const RowsA<Layout> a(cotangent_tile, logits.row);
-        const RowsB<Layout> b(base + K::kValueAt, logits.column);
-        multiply<T, D / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
-                                  [&](int pair, int step) { return b.load(16 * pair, step); },
-                                  params.precise, g);
-      }
-
-      KeptBits<K::kStrips, K::kBlocks> kept;
-      const float keep_scale =
-          drops ? static_cast<float>(dropout_keep_scale(problem.dropout_threshold)) : 1.f;
-      if (drops) {
-        kept.draw(problem, view.head, row, key);
-#pragma unroll
-        for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
-          const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
-          float& x = g[strip][block][i % 4];
-          x = (kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f) - delta[strip][i / 2 % 2];
-        }
-      }
-
-      float factor = kLog2E;
-      if constexpr (Policy::kEverything) {
-        apply_rules(
-            problem, view.head, item.checks, row, key,
-            [&](int strip, int block, int i, float slope) {
-              if (!wants_bias) g[strip][block][i] *= slope;
-            },
-            s);
-      } else {
-        factor *= view.head.scale;
-      }
-#pragma unroll
-      for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
-        const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks, half = i / 2 % 2;
-        float& x = s[strip][block][i % 4];
-        x = ptx::ex2(kIsFloat<T> ? ((x - shift[strip][half]) - log_sum[strip][half]) * factor
-                                 : fmaf(x, factor, -shift[strip][half]));
-        g[strip][block][i % 4] *= x;
-      }
-      if (item.checks & kCheckRanges) {
-        for_each_outside<K::kStrips, K::kBlocks>(view.head.extent, row, key,
-                                                 [&](int strip, int block, int i) {
-                                                   s[strip][block][i] = 0.f;
-                                                   g[strip][block][i] = 0.f;
-                                                 });
-      }
-      if (drops) {
-#pragma unroll
-        for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
-          const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
-          float& x = s[strip][block][i % 4];
-          x = kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f;
-        }
-      }
-#pragma unroll
-      for (int strip = 0; strip < K::kStrips; ++strip) {
-        write_strip<PairLayout>(base + K::kProbabilityAt, logits.row + 16 * strip,
-                                logits.column / 8, s[strip]);
-      }
-      if (wants_bias) {
-        if (params.bias_sums) {
-          add_bias_cotangent(problem, params.bias_cotangent, view.head, row, key, g);
-        } else {
-          store_bias_cotangent(problem, params.bias_cotangent, view.head, row, key, g);
-        }
-        if (problem.soft_cap != 0) {
-          // The slope, which is none of the bias's business, from the products once more.
-          clear(s);
-          const RowsA<Layout> a(query_tile, logits.row);
-          const RowsB<Layout> b(base, logits.column);
-          multiply<T, D / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
-                                    [&](int pair, int step) { return b.load(16 * pair, step); },
-                                    params.precise, s);
-#pragma unroll
-          for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
-            const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks;
-            g[strip][block][i % 4] *= soft_cap_slope(problem, view.head, s[strip][block][i % 4]);
-          }
-        }
-      }
-#pragma unroll
-      for (int strip = 0; strip < K::kStrips; ++strip) {
-        write_strip<PairLayout>(base + K::kGradientAt, logits.row + 16 * strip, logits.column / 8,
-                                g[strip]);
-      }
-    }
-    __syncthreads();  // all wait for all of the probabilities and gradients
-    const auto add_to_values = [&] {
-      const ColumnsA<PairLayout, K::kKeyStrips> a(base + K::kProbabilityAt, keys_place.row);
-      const ColumnsB<Layout, K::kKeyBlocks / 2> b(cotangent_tile, keys_place.column);
-      multiply<T, kRows / kStep<T>>([&](int strip, int step) { return a.load(strip, step); },
-                                    [&](int pair, int step) { return b.load(step, pair); },
-                                    params.precise, value_sum);
-    };
-    const auto add_to_keys = [&] {
-      const ColumnsA<PairLayout, K::kKeyStrips> a(base + K::kGradientAt, keys_place.row);
-      const ColumnsB<Layout, K::kKeyBlocks / 2> b(query_tile, keys_place.column);
-      multiply<T, kRows / kStep<T>>([&](int strip, int step) { return a.load(strip, step); },
-                                    [&](int pair, int step) { return b.load(step, pair); },
-                                    params.precise, key_sum);
-    };
-    if (computes && params.repeats > 1 && view.head.scale == 0.f) {
-      add_to_values();  // keys get nothing, in units of another scale
-    } else if (computes) {
-      add_to_values();
-      add_to_keys();
-    }
-    const bool takes_turn = params.turns != nullptr && item.head >= 0;
-    if (takes_turn) {
+    if (params.turns != nullptr) {
       // Key tiles add to a tile of rows in descending order.
+      const int64_t first_row = int64_t{item.tile} * kRows;
       const Range rows = {first_row, min_of(first_row + kRows, problem.query_length)};
       const Range seen = keys_of_any_row(view.head.extent, rows);
-      const auto mine = static_cast<uint32_t>((seen.end - 1) / kKeys - work.tile);
-      if (threadIdx.x == 0) {
-        uint32_t now;
-        do {
-          asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                       : "=r"(now)
-                       : "l"(view.turns + item.tile)
-                       : "memory");
-        } while (now != mine);
-      }
-      __syncthreads();  // all wait until thread 0 has seen this block's turn come
+      wait_for_turn(view.turns + item.tile,
+                    static_cast<uint32_t>((seen.end - 1) / kKeys - work.tile));
     }
     if (computes && wants_query) {
       float q[K::kQueryStrips][K::kQueryBlocks][4];
       clear(q);
-      const RowsAPermuted<PairLayout> a(base + K::kGradientAt, query_place.row);
+      const RowsAPermuted<PairLayout> a(gradient_tile(), query_place.row);
       const ColumnsB<Layout, K::kQueryBlocks / 2> b(base, query_place.column);
       multiply<T, kKeys / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
                                     [&](int pair, int step) { return b.load(step, pair); },
                                     params.precise, q);
-      const int first_strip = first_row / 16 + query_place.row / 16;
+      const int first_strip = (item.tile * kRows + query_place.row) / 16;
       float* const to =
           view.query_sums + int64_t{first_strip} * (16 * D) + query_place.column * 16 + lane * 4;
 #pragma unroll
@@ -540,26 +613,22 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
         }
       }
     }
-    if (takes_turn) {
-      __threadfence();
-      __syncthreads();  // thread 0 waits until all have added, and each made it visible
-      if (threadIdx.x == 0) {
-        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(view.turns + item.tile)
-                     : "memory");
-      }
-    }
-    if (!goes_on) break;
-    if (kStages == 1 && item.head >= 0) {
+    if (params.turns != nullptr) end_turn(view.turns + item.tile);
+    if (kStages == 1 && goes_on) {
       __syncthreads();  // all have done with the one stage there is, before it is overwritten
       load_rows(next, 0);
     }
-    stage ^= kStages - 1;
+    if (computes) {
+      stage = next_stage;
+      if (stage == 0) parity ^= 1;
+      pair_stage ^= kPairStages - 1;
+    }
     item = next;
   }
 
   // Through shared memory, for 16-byte stores: key and value tiles are not needed any more.
-  __syncthreads();                                           // all have done with them
-  const float scale = item.head >= 0 ? key_sum_scale : 0.f;  // not set where nothing was visited
+  __syncthreads();  // all have done with them
+  const float scale = visits ? key_sum_scale : 0.f;
 #pragma unroll
   for (int i = 0; i < K::kKeyStrips * K::kKeyBlocks * 4; ++i) {
     key_sum[i / (4 * K::kKeyBlocks)][i / 4 % K::kKeyBlocks][i % 4] *= scale;

@@ -33,6 +33,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     return error;
   }
   params.strips = tiles_of(problem.query_length, 16);
+  params.dead_rows = rows_may_see_nothing(problem);
   const int64_t sums = query_heads * params.strips * 16 * D;
   const int64_t turns = query_heads * row_tiles;
   if (wants_query) params.query_sums = cursor.take<float>(sums);

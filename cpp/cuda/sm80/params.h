@@ -76,6 +76,8 @@ struct BackwardParams {
   int group = 1;  // query heads a key head
   int heads = 1;  // that a block takes its keys past: repeats * group
 
+  bool dead_rows = true;  // whether a row may see nothing
+
   // Sums of the query cotangent before it is scaled, in the order of accumulators: [heads in all
   // batches, strips of 16 rows, D / 8, 32 lanes, 4]. Absent where not wanted.
   float* query_sums = nullptr;

@@ -63,6 +63,7 @@ struct BackwardTile {
   int rows;
   int keys;
   int stages;           // of query and cotangent tiles
+  int pair_stages;      // of probabilities and gradients of logits
   WarpGrid logits;      // over [rows][keys]
   WarpGrid key_sums;    // over [keys][dim]
   WarpGrid query_sums;  // over [rows][dim]
@@ -70,35 +71,41 @@ struct BackwardTile {
 
   constexpr int warps() const { return logits.rows * logits.columns; }
   constexpr int threads() const { return warps() * 32; }
-  // Key, value, query and cotangent tiles, probabilities and their gradients, five statistics.
+  // Whether the logits of a key and its sums belong to the same warp.
+  constexpr bool owns_keys() const {
+    return logits.rows == 1 && key_sums.columns == 1 && warps() > 1;
+  }
+  constexpr int chunk_rows() const { return owns_keys() ? 32 : rows; }
+  // Key, value, query and cotangent tiles; gradients of logits, and probabilities where they leave
+  // their warp; three statistics a row.
   constexpr int shared_bytes(int dim, int size) const {
-    return (2 * keys + 2 * stages * rows) * dim * size + 2 * rows * keys * size +
-           (3 * stages + 3) * rows * 4;
+    return (2 * keys + 2 * stages * rows) * dim * size +
+           (owns_keys() ? 1 : 2) * pair_stages * rows * keys * size + 3 * stages * rows * 4;
   }
 };
 
 constexpr BackwardTile backward_tile(bool is_float, int dim, bool everything, int arch) {
   const bool large = has_large_shared_memory(arch);
   if (is_float) {
-    if (dim <= 64) return {64, large ? 64 : 32, 1, {4, 2}, {2, 4}, {4, 2}, 1};
-    if (dim <= 128 && large) return {64, 32, 1, {4, 2}, {2, 4}, {4, 2}, 1};
-    if (large) return {32, 32, 1, {2, 2}, {2, 2}, {2, 2}, 1};
-    return {16, 16, 1, {1, 1}, {1, 1}, {1, 1}, 1};
+    if (dim <= 64) return {64, large ? 64 : 32, 1, 1, {4, 2}, {2, 4}, {4, 2}, 1};
+    if (dim <= 128 && large) return {64, 32, 1, 1, {4, 2}, {2, 4}, {4, 2}, 1};
+    if (large) return {32, 32, 1, 1, {2, 2}, {2, 2}, {2, 2}, 1};
+    return {16, 16, 1, 1, {1, 1}, {1, 1}, {1, 1}, 1};
   }
   if (large) {
-    if (dim <= 64 && !everything) return {128, 128, 2, {4, 2}, {4, 2}, {4, 2}, 1};
-    if (dim <= 64) return {64, 64, 2, {2, 2}, {2, 2}, {2, 2}, 2};
+    if (dim <= 64 && !everything) return {64, 128, 2, 2, {1, 4}, {4, 1}, {2, 2}, 2};
+    if (dim <= 64) return {64, 64, 2, 2, {2, 2}, {2, 2}, {2, 2}, 2};
     // The rules need registers of their own.
-    if (dim <= 96 && everything) return {64, 64, 1, {2, 2}, {2, 2}, {2, 2}, 2};
-    if (dim <= 128 && everything) return {32, 64, 2, {1, 4}, {2, 2}, {1, 4}, 2};
+    if (dim <= 96 && everything) return {64, 64, 1, 1, {2, 2}, {2, 2}, {2, 2}, 2};
+    if (dim <= 128 && everything) return {32, 64, 2, 2, {1, 4}, {2, 2}, {1, 4}, 2};
     // A warp of query_sums takes a multiple of 16 columns: not a quarter of 96.
-    if (dim <= 96) return {64, 128, 2, {2, 4}, {4, 2}, {4, 2}, 1};
-    if (dim <= 128) return {64, 128, 2, {2, 4}, {4, 2}, {2, 4}, 1};
-    return {64, 64, 2, {4, 2}, {2, 4}, {2, 4}, 1};
+    if (dim <= 96) return {64, 128, 2, 2, {2, 4}, {4, 2}, {4, 2}, 1};
+    if (dim <= 128) return {64, 128, 2, 2, {2, 4}, {4, 2}, {2, 4}, 1};
+    return {64, 64, 2, 2, {4, 2}, {2, 4}, {2, 4}, 1};
   }
-  if (dim <= 64) return {64, 64, 2, {4, 2}, {4, 2}, {4, 2}, 1};
-  if (dim <= 128) return {64, 64, 1, {4, 2}, {4, 2}, {4, 2}, 1};
-  return {32, 32, 1, {2, 2}, {2, 2}, {2, 2}, 1};
+  if (dim <= 64) return {64, 64, 2, 2, {4, 2}, {4, 2}, {4, 2}, 1};
+  if (dim <= 128) return {64, 64, 1, 1, {4, 2}, {4, 2}, {4, 2}, 1};
+  return {32, 32, 1, 1, {2, 2}, {2, 2}, {2, 2}, 1};
 }
 
 }  // namespace jaxflash::cuda::sm80
