@@ -8,9 +8,11 @@ namespace {
 
 using xla::ffi::AnyBuffer;
 using xla::ffi::Error;
+using xla::ffi::ErrorOr;
 using xla::ffi::PlatformStream;
 using xla::ffi::RemainingArgs;
 using xla::ffi::RemainingRets;
+using xla::ffi::Unexpected;
 
 cuda::Workspace workspace_at(RemainingRets returns, size_t index) {
   auto buffer = returns.get<AnyBuffer>(index);
@@ -83,30 +85,37 @@ auto bind_attributes() {
       .Attr<int64_t>("precision");
 }
 
-// Buffers without memory, as the decoder takes them.
-struct FakeBuffers {
-  explicit FakeBuffers(const std::vector<BufferShape>& shapes) : buffers(shapes.size()) {
+// Buffers of which only dtype and shape count, as the decoder takes them.
+class ShapeBuffers {
+ public:
+  explicit ShapeBuffers(const std::vector<BufferShape>& shapes)
+      : buffers_(shapes.size()),
+        argument_types_(shapes.size(), XLA_FFI_ArgType_BUFFER),
+        result_types_(shapes.size(), XLA_FFI_RetType_BUFFER) {
+    static char nothing[64];  // the decoder refuses arrays without memory
     for (size_t i = 0; i < shapes.size(); ++i) {
-      buffers[i] = {};
-      buffers[i].struct_size = sizeof(XLA_FFI_Buffer);
-      buffers[i].dtype = shapes[i].dtype;
-      buffers[i].rank = static_cast<int64_t>(shapes[i].dims.size());
-      buffers[i].dims = const_cast<int64_t*>(shapes[i].dims.data());
-      pointers.push_back(&buffers[i]);
+      buffers_[i].struct_size = sizeof(XLA_FFI_Buffer);
+      buffers_[i].dtype = shapes[i].dtype;
+      buffers_[i].data = nothing;
+      buffers_[i].rank = static_cast<int64_t>(shapes[i].dims.size());
+      buffers_[i].dims = const_cast<int64_t*>(shapes[i].dims.data());
+      pointers_.push_back(&buffers_[i]);
     }
-    argument_types.assign(shapes.size(), XLA_FFI_ArgType_BUFFER);
-    result_types.assign(shapes.size(), XLA_FFI_RetType_BUFFER);
     const auto size = static_cast<int64_t>(shapes.size());
-    arguments = {sizeof(XLA_FFI_Args), nullptr, size, argument_types.data(), pointers.data()};
-    results = {sizeof(XLA_FFI_Rets), nullptr, size, result_types.data(), pointers.data()};
+    arguments_ = {sizeof(XLA_FFI_Args), nullptr, size, argument_types_.data(), pointers_.data()};
+    results_ = {sizeof(XLA_FFI_Rets), nullptr, size, result_types_.data(), pointers_.data()};
   }
 
-  std::vector<XLA_FFI_Buffer> buffers;
-  std::vector<void*> pointers;
-  std::vector<XLA_FFI_ArgType> argument_types;
-  std::vector<XLA_FFI_RetType> result_types;
-  XLA_FFI_Args arguments;
-  XLA_FFI_Rets results;
+  RemainingArgs as_operands() const { return RemainingArgs(&arguments_, 0); }
+  RemainingRets as_results() const { return RemainingRets(&results_, 0); }
+
+ private:
+  std::vector<XLA_FFI_Buffer> buffers_;
+  std::vector<void*> pointers_;
+  std::vector<XLA_FFI_ArgType> argument_types_;
+  std::vector<XLA_FFI_RetType> result_types_;
+  XLA_FFI_Args arguments_;
+  XLA_FFI_Rets results_;
 };
 
 }  // namespace
@@ -124,33 +133,25 @@ XLA_FFI_Error* cuda_backward(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-int64_t cuda_forward_workspace(const std::vector<BufferShape>& operands,
-                               const Attributes& attributes, std::string& message) {
-  FakeBuffers fake_operands(operands), fake_results({});
-  Decoder decoder(RemainingArgs(&fake_operands.arguments, 0),
-                  RemainingRets(&fake_results.results, 0));
+ErrorOr<int64_t> cuda_forward_workspace(const std::vector<BufferShape>& operands,
+                                        const Attributes& attributes) {
+  const ShapeBuffers operand_buffers(operands), result_buffers({});
+  Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
-  if (decoder.ok()) return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
-  message = decoder.error().message();
-  return -1;
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
 }
 
-int64_t cuda_backward_workspace(const std::vector<BufferShape>& operands,
-                                const std::vector<BufferShape>& results,
-                                const Attributes& attributes, bool deterministic,
-                                std::string& message) {
-  FakeBuffers fake_operands(operands), fake_results(results);
-  Decoder decoder(RemainingArgs(&fake_operands.arguments, 0),
-                  RemainingRets(&fake_results.results, 0));
+ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape>& operands,
+                                         const std::vector<BufferShape>& results,
+                                         const Attributes& attributes, bool deterministic) {
+  const ShapeBuffers operand_buffers(operands), result_buffers(results);
+  Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
-  if (decoder.ok()) {
-    const cuda::BackwardResults wanted = backward_results(decoder, problem, deterministic);
-    if (decoder.ok()) {
-      return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
-    }
-  }
-  message = decoder.error().message();
-  return -1;
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  const cuda::BackwardResults wanted = backward_results(decoder, problem, deterministic);
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
 }
 
 }  // namespace jaxflash::ffi
