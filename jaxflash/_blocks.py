@@ -236,15 +236,6 @@ class BlockedAttention:
         column["exists"] = exists[..., None, None, None, :]
         return column
 
-    def live_query(self) -> jax.Array:
-        """The whole query in the compute dtype, zero past its length."""
-        query = self.operands["query"]
-        if "query_lengths" in self.operands:
-            positions = jnp.arange(self.row_count, dtype=jnp.int32)
-            alive = positions < self.per_batch("query_lengths", 1)
-            query = jnp.where(alive[..., None, None], query, 0)
-        return query.astype(self.compute_dtype)
-
     def pair_block(self, array: jax.Array, row: Block, column: Block) -> jax.Array:
         """The block of a bias or mask `[*b, N|1, T|1, S|1]`, heads split."""
         starts, sizes = self._pair_window(array, row, column)

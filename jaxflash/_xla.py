@@ -210,7 +210,10 @@ def backward(
     if row_sums is not None:
         d_scaled_query = problem.merge(row_sums, problem.row_count)
         results["query"] = d_scaled_query * problem.per_batch("scale", 3)
-        results["scale"] = jnp.sum(d_scaled_query * problem.live_query(), axis=-1)
+        # A row that sees nothing contributes nothing, whatever its query.
+        seeing = residuals["logit_max"][..., None] != -jnp.inf
+        query = jnp.where(seeing, operands["query"], 0).astype(d_scaled_query.dtype)
+        results["scale"] = jnp.sum(d_scaled_query * query, axis=-1)
     return {name: results[name].astype(operands[name].dtype) for name in wanted}
 
 
