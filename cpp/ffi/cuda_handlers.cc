@@ -36,7 +36,7 @@ Error forward(cuda::Stream stream, RemainingArgs operands, RemainingRets returns
   if (!decoder.ok()) return decoder.error();
   cuda::ForwardResults results;
   results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
-  results.statistics = decoder.result_statistics(problem, 1);
+  results.statistics = decoder.statistics(problem, 1);
   results.workspace = workspace_at(returns, 3);
   if (!decoder.ok()) return decoder.error();
   return error_of(cuda::forward(problem, results, precision_of(precision), stream));
@@ -44,14 +44,8 @@ Error forward(cuda::Stream stream, RemainingArgs operands, RemainingRets returns
 
 cuda::BackwardResults backward_results(Decoder& decoder, const Problem& problem,
                                        bool deterministic) {
-  cuda::BackwardResults results;
-  results.query = decoder.result(problem, 0, {"query cotangent", "TNH", Kind::kQuery, true});
-  results.key = decoder.result(problem, 1, {"key cotangent", "SKH", Kind::kQuery, true});
-  results.value = decoder.result(problem, 2, {"value cotangent", "SKV", Kind::kQuery, true});
-  results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", Kind::kFloat, true});
-  results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", Kind::kCompute, true});
+  cuda::BackwardResults results{decoder.cotangents(problem)};
   results.deterministic = deterministic;
-  decoder.check_summed_batches(problem, results.key, results.value);
   return results;
 }
 
@@ -61,12 +55,7 @@ Error backward(cuda::Stream stream, RemainingArgs operands, RemainingRets return
   Decoder decoder(operands, returns);
   const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
   if (!decoder.ok()) return decoder.error();
-  const size_t first = kOperandCount;
-  cuda::BackwardInputs inputs;
-  inputs.output_cotangent =
-      decoder.operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
-  inputs.statistics = decoder.operand_statistics(problem, first + 1);
-  inputs.delta = decoder.operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
+  const BackwardInputs inputs = decoder.backward_inputs(problem);
   cuda::BackwardResults results = backward_results(decoder, problem, deterministic != 0);
   results.workspace = workspace_at(returns, 5);
   if (!decoder.ok()) return decoder.error();
