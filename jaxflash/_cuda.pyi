@@ -10,7 +10,7 @@ def registrations() -> dict[str, CapsuleType]:
 
 def build_facts() -> dict[str, object]:
     """
-    Version, compiler, XLA FFI version, CUDA version and architectures built for.
+    Version, compiler, XLA FFI version, limits, CUDA version and architectures built for.
     """
 
 def forward_workspace(operands: Sequence[tuple[str, Sequence[int]]], *, window_left: int, window_right: int, soft_cap: float, dropout_threshold: int) -> int:

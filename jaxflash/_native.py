@@ -92,7 +92,9 @@ def forward(platform: Platform, *operands, config: Config) -> Sequence[jax.Array
         "logit_max": statistic,
         "log_sum": statistic,
     }
-    batch = MergedBatch.of(batch_shape(query), [x.shape[:rank] for x in operands])
+    batch = MergedBatch.of(
+        batch_shape(query), [x.shape[:rank] for x in operands], platform.batch_axes
+    )
     merged = {name: batch.merge(operand) for name, operand in named.items()}
     merged_results = {
         name: (batch.merged_shape(shape), dtype) for name, (shape, dtype) in results.items()
@@ -114,6 +116,7 @@ def backward(platform: Platform, *operands, config: Config, wanted: Wanted) -> S
     batch = MergedBatch.of(
         batch_shape(query),
         [shape[:rank] for shape in (*(x.shape for x in operands), *shapes.values())],
+        platform.batch_axes,
     )
     merged = {name: batch.merge(x) for name, x in (named | residuals).items()}
     merged_shapes = {name: batch.merged_shape(shape) for name, shape in shapes.items()}

@@ -91,6 +91,11 @@ class Platform(abc.ABC):
     def __init__(self, module: Module):
         self.module = module
 
+    @property
+    def batch_axes(self) -> int:
+        """The most batch axes that the kernels take."""
+        return self.module.facts["batch_dims"]
+
     def limitation(self, config: Config, operands: Mapping[str, Any], wanted: Wanted) -> str | None:
         """Why the kernels can't compute a call that is right; None where they can.
 
@@ -121,7 +126,6 @@ class Cpu(Platform):
     # Parallel tasks that the keys of one (batch, key/value head) are dealt to: no more than this,
     # and none with fewer keys than a tile of the kernel has.
     _MAX_CHUNKS = 4
-    _TILE_KEYS = 128
 
     def workspace(self, call: Call) -> list[Any]:
         """A backward call's `[chunks, *b, T, N, H]` for sums of the query's cotangent.
@@ -145,7 +149,8 @@ class Cpu(Platform):
         batches = summed[0][: len(batch_shape(query))]
         tasks = int(np.prod(batches, dtype=np.int64)) * key.shape[-2]
         enough = -(-_processors() // max(tasks, 1))
-        return max(1, min(enough, self._MAX_CHUNKS, -(-key.shape[-3] // self._TILE_KEYS)))
+        tiles = -(-key.shape[-3] // self.module.facts["tile_keys"])
+        return max(1, min(enough, self._MAX_CHUNKS, tiles))
 
 
 def _processors() -> int:

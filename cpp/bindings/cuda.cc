@@ -75,6 +75,7 @@ nb::typed<nb::dict, nb::str, nb::object> build_facts() {
   facts["version"] = JAXFLASH_VERSION;
   facts["compiler"] = built.compiler;
   facts["xla_ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  facts["batch_dims"] = kMaxBatchDims;
   facts["cuda_version"] = nb::make_tuple(built.cuda_version / 1000, built.cuda_version % 1000 / 10);
   facts["architectures"] = nb::str(built.architectures).attr("split")();
   return facts;
@@ -85,8 +86,9 @@ nb::typed<nb::dict, nb::str, nb::object> build_facts() {
 NB_MODULE(_cuda, module) {
   module.doc() = "CUDA attention kernels of jaxflash as XLA custom calls.";
   module.def("registrations", &registrations, "Custom-call targets by name, as capsules.");
-  module.def("build_facts", &build_facts,
-             "Version, compiler, XLA FFI version, CUDA version and architectures built for.");
+  module.def(
+      "build_facts", &build_facts,
+      "Version, compiler, XLA FFI version, limits, CUDA version and architectures built for.");
   module.def("forward_workspace", &forward_workspace, nb::arg("operands"), nb::kw_only(),
              nb::arg("window_left"), nb::arg("window_right"), nb::arg("soft_cap"),
              nb::arg("dropout_threshold"),

@@ -8,6 +8,9 @@
 
 namespace jaxflash::cpu {
 
+// Keys of a tile. Parallel tasks of the backward pass take whole tiles.
+inline constexpr int64_t kTileKeys = 128;
+
 // What the forward pass writes.
 struct ForwardResults {
   Tensor output;  // [*B, T, N, Hv], the query's dtype
