@@ -35,4 +35,4 @@ class TestAttentionFlops:
 
 def test_readme_shows_the_newest_results():
     text = README.read_text()
-    assert plot.with_table(text, plot.read(plot.newest_results())) == text
+    assert plot.with_table(text, "cpu", plot.read(plot.newest_results("cpu"))) == text
