@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,9 @@ class Prepared:
     absent: dict[str, str]
 
 
-def prepare(problem: Problem, names: Iterable[str], pool: ThreadPoolExecutor) -> Callable:
+def prepare(
+    problem: Problem, names: Iterable[str], pool: ThreadPoolExecutor
+) -> Callable[[], Prepared]:
     """Traces and lowers a problem's programs, and has the pool compile them.
 
     Returns:
@@ -334,9 +337,8 @@ def rated(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def skipped(problem: Problem, names: Iterable[str]) -> list[dict[str, Any]]:
-    absent = dict.fromkeys(names, "the budget of time was spent")
-    row = {**asdict(problem), "times": {}, "errors": {}, "absent": absent}
+def absent_rows(problem: Problem, names: Iterable[str], why: str) -> list[dict[str, Any]]:
+    row = {**asdict(problem), "times": {}, "errors": {}, "absent": dict.fromkeys(names, why)}
     return [{"direction": direction, **row} for direction in DIRECTIONS]
 
 
@@ -344,19 +346,29 @@ def measure_group(group: Group, deadline: float) -> list[dict[str, Any]]:
     """Returns the rows of a group, torch's apart."""
     names = ["jaxflash", *(name for name in group.rivals if name != TORCH)]
     rows = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(group.problems), CHUNK):
-            chunk = group.problems[start : start + CHUNK]
-            if time.time() > deadline:
-                rows += [row for problem in chunk for row in skipped(problem, names)]
-                continue
-            waits = [prepare(problem, names, pool) for problem in chunk]
-            for prepared in [wait() for wait in waits]:
-                is_late = time.time() > deadline
-                rows += skipped(prepared.problem, names) if is_late else measure(prepared)
-                print(".", end="", flush=True)
+    for start in range(0, len(group.problems), CHUNK):
+        chunk = group.problems[start : start + CHUNK]
+        waits = []
+        if time.time() < deadline:
+            # Nothing is compiled any more when the first is measured.
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                waits = [prepare(problem, names, pool) for problem in chunk]
+        for problem, wait in zip_longest(chunk, waits):
+            rows += measure_or_say_why(problem, names, wait, deadline)
+            print(".", end="", flush=True)
     print()
     return rows
+
+
+def measure_or_say_why(
+    problem: Problem, names: Iterable[str], wait: Callable[[], Prepared] | None, deadline: float
+) -> list[dict[str, Any]]:
+    if wait is None or time.time() > deadline:
+        return absent_rows(problem, names, "the budget of time was spent")
+    try:
+        return measure(wait())
+    except Exception as error:
+        return absent_rows(problem, names, reason(error))
 
 
 def measure_torch(problems: Sequence[Problem], deadline: float) -> dict[str, Any]:
