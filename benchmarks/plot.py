@@ -90,15 +90,20 @@ def lengths_table(rows: Sequence[dict[str, Any]]) -> str:
         f"|---|---|---|{'--:|' * len(lengths)}",
     ]
     lines_of: dict[tuple[str, str, str], dict[int, str]] = {}
-    for row in rows:
+    for row in sorted(rows, key=line_order):
         shape = f"H={row['head_dim']}" + (f", B={row['batch']}" if row["repeats"] > 1 else "")
         line = (row["direction"], shape, "causal" if row["is_causal"] else "full")
         lines_of.setdefault(line, {})[row["length"]] = rate_cell(row, rivals)
-    for line in sorted(lines_of, key=lambda line: (line[0] != "forward", *line)):
-        cells = (lines_of[line].get(length, "") for length in lengths)
+    for line, cell_of in lines_of.items():
+        cells = (cell_of.get(length, "") for length in lengths)
         lines.append(f"| {' | '.join((*line, *cells))} |")
     summaries = [mean_ratio(rows, rival) for rival in rivals]
     return "\n".join([*lines, *summaries, largest_errors(rows), *absences(rows)])
+
+
+def line_order(row: dict[str, Any]) -> tuple[Any, ...]:
+    batch = row["batch"] if row["repeats"] > 1 else 0  # elsewhere it follows from the length
+    return row["direction"] != "forward", row["head_dim"], batch, row["is_causal"]
 
 
 def rate_cell(row: dict[str, Any], rivals: Sequence[str]) -> str:
@@ -260,6 +265,7 @@ def draw_gpu(results: dict[str, Any], path: Path) -> None:
             panel = [r for r in rows if (r["direction"], r["head_dim"]) == (direction, head_dim)]
             draw_rates(ax, panel)
             ax.set_title(f"{direction}, head dim {head_dim}")
+    axes[0, 0].set_ylim(0)
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
     for ax in axes[:, 0]:
@@ -286,7 +292,6 @@ def draw_rates(ax: Any, rows: Sequence[dict[str, Any]]) -> None:
                 lengths, [rates[n] for n in lengths], style, marker="o", color=color, label=label
             )
     ax.set_xscale("log", base=2)
-    ax.set_ylim(0)
     ax.spines[["top", "right"]].set_visible(False)
 
 
