@@ -34,7 +34,7 @@ import numpy as np
 import contenders
 from contenders import CONTENDERS, TORCH
 from harness import RESULTS, commit, read, reason, take_turns, today, version, write
-from jaxflash import _native
+from jaxflash import _modules
 from plot import gpu_tables
 from problems import (
     FEATURES,
@@ -459,7 +459,7 @@ def facts(commit_name: str) -> dict[str, Any]:
         gpu, driver = answer.splitlines()[0].split(", ")
     except (OSError, IndexError):
         gpu, driver = "none", "none"
-    module = _native.MODULES["cuda"]
+    module = _modules.MODULES["cuda"]
     return {
         "gpu": gpu,
         "driver": driver,
