@@ -10,13 +10,9 @@ picture of it.
 """
 
 import argparse
-import datetime
-import json
 import os
 import platform
 import re
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,12 +24,12 @@ import jax.numpy as jnp
 
 import jaxflash
 from flops import attention_flops, matmul_flops
+from harness import RESULTS, commit, summary, today, write
 from jaxflash import _cpu
 from plot import table
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 MATMUL_SIZE = 2048
-RESULTS = Path(__file__).parent / "results"
 
 Arrays = tuple[jax.Array, ...]
 
@@ -42,13 +38,6 @@ def cpu_model() -> str:
     """Returns what the processor calls itself."""
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return names[0] if names else platform.machine()
-
-
-def commit() -> str:
-    """Returns the commit of the source tree, marked where it has changes."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return run.stdout.strip() or "unknown"
 
 
 def inputs(length: int, dtype: str) -> Arrays:
@@ -95,11 +84,6 @@ def take_turns(candidates: dict[str, tuple[Callable, Arrays]], budget: float) ->
             seconds(function, arguments)
             times[name].append(seconds(function, arguments))
     return {name: summary(of_one) for name, of_one in times.items()}
-
-
-def summary(times: list[float]) -> dict[str, Any]:
-    low, median, high = statistics.quantiles(times, n=4)
-    return {"median_s": median, "quartiles_s": [low, high], "calls": len(times)}
 
 
 def relative_error(results: Any, expected: Any) -> float:
@@ -173,7 +157,7 @@ def main() -> None:
         "jax": jax.__version__,
         "jaxflash": jaxflash.__version__,
         "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        "date": today(),
         "shape": {"B": BATCH, "N": HEADS, "H": HEAD_DIM},
         "rows": [],
     }
@@ -191,9 +175,8 @@ def main() -> None:
     print(table(results))
 
     model = re.sub(r"\W+", "-", results["cpu"].lower()).strip("-")
-    settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.out / f"cpu-{model}-{results['date']}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write(results, path)
     print(f"\n{path}")
 
 

@@ -61,33 +61,25 @@ message(STATUS "CUDA module: on (${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VE
 
 # Launchers and kernels: no Python, no XLA. The runtime is linked statically (CMake's default), so that the module
 # imports on machines without CUDA.
-add_library(jaxflash_cuda STATIC cpp/cuda/common/build_facts.cu)
+include(cpp/cuda/sm80/kernels.cmake)
+jaxflash_sm80_kernels("${CMAKE_BINARY_DIR}/generated" kernel_sources)
+add_library(jaxflash_cuda STATIC cpp/cuda/common/build_facts.cu cpp/cuda/dispatch.cu ${kernel_sources})
 target_link_libraries(jaxflash_cuda PUBLIC jaxflash_options)
+target_include_directories(jaxflash_cuda PRIVATE "${CMAKE_BINARY_DIR}/generated")
 list(JOIN CMAKE_CUDA_ARCHITECTURES " " architectures)
 target_compile_definitions(jaxflash_cuda PRIVATE JAXFLASH_CUDA_ARCHITECTURES="${architectures}")
 # Register and spill counts of every kernel in the build log: tools/check_ptxas.py reads them.
 target_compile_options(jaxflash_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
 
+add_library(jaxflash_cuda_handlers STATIC cpp/ffi/cuda_handlers.cc cpp/ffi/decode.cc)
+target_link_libraries(jaxflash_cuda_handlers PUBLIC jaxflash_cuda xla_ffi)
+
 nanobind_add_module(_cuda STABLE_ABI NB_STATIC cpp/bindings/cuda.cc)
-target_link_libraries(_cuda PRIVATE jaxflash_cuda xla_ffi)
+target_link_libraries(_cuda PRIVATE jaxflash_cuda_handlers)
 target_compile_definitions(_cuda PRIVATE JAXFLASH_VERSION="${JAXFLASH_VERSION}")
 install(TARGETS _cuda LIBRARY DESTINATION jaxflash)
 
-# The portable kernels, on demand only: they are right on an H200, but not yet as fast as they must be, and the Python
-# side does not call them. `cuda_test` compares them with the CPU kernels.
-option(JAXFLASH_CUDA_KERNELS "Build the CUDA kernels in progress, and cuda_test" OFF)
-if(JAXFLASH_CUDA_KERNELS)
-  include(cpp/cuda/sm80/kernels.cmake)
-  jaxflash_sm80_kernels("${CMAKE_BINARY_DIR}/generated" kernel_sources)
-  add_library(jaxflash_cuda_kernels STATIC cpp/cuda/dispatch.cu ${kernel_sources})
-  target_include_directories(jaxflash_cuda_kernels PRIVATE "${CMAKE_BINARY_DIR}/generated")
-  target_link_libraries(jaxflash_cuda_kernels PUBLIC jaxflash_options)
-  target_compile_options(jaxflash_cuda_kernels PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
-
-  add_library(jaxflash_cuda_handlers OBJECT cpp/ffi/cuda_handlers.cc)
-  target_link_libraries(jaxflash_cuda_handlers PRIVATE jaxflash_options xla_ffi)
-
-  find_package(Threads REQUIRED)
+if(JAXFLASH_NATIVE_TESTS)
   add_executable(cuda_test tests/native/cuda_test.cu)
-  target_link_libraries(cuda_test PRIVATE jaxflash_cuda_kernels jaxflash_cpu Threads::Threads)
+  target_link_libraries(cuda_test PRIVATE jaxflash_cuda jaxflash_cpu Threads::Threads)
 endif()

@@ -1,7 +1,7 @@
 """Draws the curves of several runs into one picture, and says how far apart they are.
 
 Example:
-    python examples/compare_curves.py runs/transformer-tiny-jaxflash runs/transformer-tiny-jax
+    python examples/compare_curves.py runs/transformer-tiny-jaxflash runs/transformer-tiny-xla
 """
 
 import argparse

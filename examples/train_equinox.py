@@ -6,7 +6,7 @@ the model's writing (sample.txt) and checkpoints. `train_transformer.py` is the 
 
 Examples:
     python examples/train_equinox.py
-    python examples/train_equinox.py --preset small --attention jax
+    python examples/train_equinox.py --preset small --attention xla
 """
 
 from functools import partial
@@ -61,7 +61,7 @@ class Attention(eqx.Module):
                 key_value_segment_ids=segment_ids,
             )
         else:
-            mixed = jax_attention(query, key, value, segment_ids)
+            mixed = jax_attention(query, key, value, segment_ids, self.attention)
         return jax.vmap(self.output)(mixed.reshape(length, -1))
 
 

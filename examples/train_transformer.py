@@ -5,7 +5,7 @@ the model's writing (sample.txt) and checkpoints. `train_equinox.py` is the same
 
 Examples:
     python examples/train_transformer.py
-    python examples/train_transformer.py --preset small --attention jax
+    python examples/train_transformer.py --preset small --attention xla
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ class Attention(nnx.Module):
                 key_value_segment_ids=segment_ids,
             )
         else:
-            mixed = jax_attention(query, key, value, segment_ids)
+            mixed = jax_attention(query, key, value, segment_ids, self.attention)
         return self.output(mixed)
 
 

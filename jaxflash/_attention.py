@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jaxflash import _dropout, _integers, _native, _primitives
+from jaxflash import _dropout, _integers, _modules, _primitives
 from jaxflash import _validation as validation
 from jaxflash._operands import FORWARD_OPERANDS, Config, Operands, compute_dtype
 
@@ -152,8 +152,8 @@ def flash_attention(
       deterministic_gradients: whether gradients must be bitwise equal from run to run.
       return_residual: whether to return the log-sum-exp also.
       implementation: `"native"`: compiled kernels. `"xla"`: JAX operations, on every platform.
-        None: native where there are kernels for the platform that the program is lowered for, else
-        xla, with one warning that names the reason.
+        None: native where there are kernels for it on the platform that the program is lowered for,
+        else xla, with one warning that names the reason.
 
     Returns:
       The output `[B, T, N, Hv]` in the query's dtype. With `return_residual` a tuple of it and the
@@ -164,7 +164,9 @@ def flash_attention(
       TypeError: an argument has the wrong kind or dtype.
       ValueError: an argument has the wrong shape or value, or another one is missing. Both name the
         argument, what was expected and what came, and are raised while tracing.
-      NotImplementedError: `implementation="native"`, and there are no kernels for the platform.
+      NotImplementedError: `implementation="native"`, and there are no kernels for the platform, or
+        they can't do what is asked for. CUDA kernels have no float64, and no gradient of a
+        broadcast bias with `deterministic_gradients`.
 
     Example:
       >>> import jax
@@ -181,8 +183,9 @@ def flash_attention(
     key = validation.as_array("key", key)
     value = validation.as_array("value", value)
     validation.check_attention_shapes(query, key, value)
-    # Every implementation there is gives equal gradients from run to run.
-    validation.check_flag("deterministic_gradients", deterministic_gradients)
+    deterministic_gradients = validation.check_flag(
+        "deterministic_gradients", deterministic_gradients
+    )
     return_residual = validation.check_flag("return_residual", return_residual)
     is_causal = validation.check_flag("is_causal", is_causal)
     window_left, window_right = validation.check_window(local_window_size)
@@ -190,7 +193,7 @@ def flash_attention(
     threshold = _dropout.threshold_of(rate)
     validation.check_implementation(implementation)
     if implementation == "native":
-        _native.check_available()
+        _modules.check_available()
 
     batch, heads = query.shape[:-3], query.shape[-2]
     operands = {"query": query, "key": key, "value": value}
@@ -208,6 +211,7 @@ def flash_attention(
         window_right=0 if is_causal else window_right,
         soft_cap=validation.check_soft_cap(logits_soft_cap, query.dtype),
         dropout_threshold=threshold,
+        deterministic_gradients=deterministic_gradients,
         implementation=implementation,
         precision=_matmul_precision(query.dtype),
     )

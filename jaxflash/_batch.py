@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-# The most batch axes that a native kernel takes.
-MAX_RANK = 4
-
 
 @dataclass(frozen=True)
 class MergedBatch:
@@ -27,12 +24,13 @@ class MergedBatch:
     groups: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], batches: Sequence[Sequence[int]]) -> MergedBatch:
+    def of(cls, shape: Sequence[int], batches: Sequence[Sequence[int]], most: int) -> MergedBatch:
         """Merges as much as goes without copies, and more where too many axes are left.
 
         Args:
           shape: the full batch axes.
           batches: batch axes of every array, each of size 1 or full.
+          most: how many axes may be left.
         """
         groups: list[tuple[int, int]] = []
         previous = None
@@ -45,7 +43,7 @@ class MergedBatch:
             else:
                 groups.append((axis, axis + 1))
             previous = pattern
-        while len(groups) > MAX_RANK:
+        while len(groups) > most:
             (first, _), (_, end), *rest = groups
             groups = [(first, end), *rest]
         return cls(tuple(shape), tuple(groups))

@@ -204,7 +204,7 @@ class BlockedAttention:
     def load_row(self, row: Block) -> Block:
         """A block of rows in the compute dtype, zero where a row is past the query's length.
 
-        Adds `alive` `[*b, 1, 1, rows, 1]`, query and cotangent by (K, G), and the scaled query.
+        Adds `alive` `[*b, 1, 1, rows, 1]`; query and cotangent are by (K, G).
         """
         positions = row["start"] + jnp.arange(self.block_rows, dtype=jnp.int32)
         alive = positions >= row["first"]
@@ -220,7 +220,6 @@ class BlockedAttention:
                 clean = jnp.where(seeing[..., None], row[name], 0)
                 row[name] = self.split_heads(clean.astype(self.compute_dtype), -2)
         row["alive"] = alive[..., None, None, :, None]
-        row["scaled_query"] = row["query"] * self.per_batch("scale", 4)
         return row
 
     def load_column(self, column: Block) -> Block:
@@ -236,15 +235,6 @@ class BlockedAttention:
                 column[name] = clean.astype(self.compute_dtype)
         column["exists"] = exists[..., None, None, None, :]
         return column
-
-    def live_query(self) -> jax.Array:
-        """The whole query in the compute dtype, zero past its length."""
-        query = self.operands["query"]
-        if "query_lengths" in self.operands:
-            positions = jnp.arange(self.row_count, dtype=jnp.int32)
-            alive = positions < self.per_batch("query_lengths", 1)
-            query = jnp.where(alive[..., None, None], query, 0)
-        return query.astype(self.compute_dtype)
 
     def pair_block(self, array: jax.Array, row: Block, column: Block) -> jax.Array:
         """The block of a bias or mask `[*b, N|1, T|1, S|1]`, heads split."""
@@ -275,7 +265,9 @@ class BlockedAttention:
 
     def logits(self, row: Block, column: Block) -> tuple[jax.Array, jax.Array, jax.Array | float]:
         """Logits (finite where not visible), what is visible, and the soft cap's derivative."""
-        logits = self.dot("qkgh,skh->kgqs", row["scaled_query"], column["key"])
+        # Scaled after the product: its operands of 16 bits are exact in TF32 as they come.
+        logits = self.dot("qkgh,skh->kgqs", row["query"], column["key"])
+        logits *= self.per_batch("scale", 4)
         slope: jax.Array | float = 1.0
         if self.config.soft_cap:
             tanh = jnp.tanh(logits / self.config.soft_cap)

@@ -8,5 +8,5 @@ def registrations() -> dict[str, CapsuleType]:
 
 def build_facts() -> dict[str, object]:
     """
-    Version, compiler, XLA FFI version, instruction sets built and the one in use.
+    Version, compiler, XLA FFI version, limits, instruction sets built and the one in use.
     """

@@ -57,8 +57,9 @@ class Config:
       window_right: how many keys after its own position a query sees; -1 = all.
       soft_cap: the cap of the logits; 0 = none.
       dropout_threshold: a 16-bit draw below it drops the probability; 0 = no dropout.
+      deterministic_gradients: whether gradients must be bitwise equal from run to run.
       implementation: `None`, `"native"` or `"xla"`, as the user gave it.
-      precision: precision of the matrix products of the `xla` implementation.
+      precision: precision of matrix products, a value of `jax_default_matmul_precision`.
     """
 
     operands: tuple[str, ...]
@@ -66,6 +67,7 @@ class Config:
     window_right: int = -1
     soft_cap: float = 0.0
     dropout_threshold: int = 0
+    deterministic_gradients: bool = False
     implementation: str | None = None
     precision: str = "highest"
 
@@ -84,7 +86,9 @@ def batch_shape(query: Any) -> tuple[int, ...]:
     return tuple(query.shape[:-3])
 
 
-def cotangent_shape(name: str, full: Sequence[bool], operands: dict[str, Any]) -> tuple[int, ...]:
+def cotangent_shape(
+    name: str, full: Sequence[bool], operands: Mapping[str, Any]
+) -> tuple[int, ...]:
     """The shape of a result of the backward pass; the scale's is per row, `[*b, T, N]`."""
     query = operands["query"]
     if name == "scale":

@@ -113,7 +113,8 @@ def tangent(
             if d_scaled_query is not None:
                 d_logits += problem.dot("qkgh,skh->kgqs", d_scaled_query, column["key"])
             if "d_key" in column:
-                d_logits += problem.dot("qkgh,skh->kgqs", row["scaled_query"], column["d_key"])
+                d_products = problem.dot("qkgh,skh->kgqs", row["query"], column["d_key"])
+                d_logits += d_products * problem.per_batch("scale", 4)
             d_logits *= slope
             if "bias" in tangents:
                 d_bias = problem.pair_block(tangents["bias"], row, column)
@@ -209,7 +210,10 @@ def backward(
     if row_sums is not None:
         d_scaled_query = problem.merge(row_sums, problem.row_count)
         results["query"] = d_scaled_query * problem.per_batch("scale", 3)
-        results["scale"] = jnp.sum(d_scaled_query * problem.live_query(), axis=-1)
+        # A row that sees nothing contributes nothing, whatever its query.
+        seeing = residuals["logit_max"][..., None] != -jnp.inf
+        query = jnp.where(seeing, operands["query"], 0).astype(d_scaled_query.dtype)
+        results["scale"] = jnp.sum(d_scaled_query * query, axis=-1)
     return {name: results[name].astype(operands[name].dtype) for name in wanted}
 
 
@@ -245,8 +249,8 @@ def _pair_cotangents(
         result["bias"] = d_logits
     d_logits *= slope
     if "key" in parts:
-        query = row["scaled_query"]
-        result["key"] = problem.dot("kgqs,qkgh->skh", d_logits, query, keep["key"])
+        d_products = d_logits * problem.per_batch("scale", 4)
+        result["key"] = problem.dot("kgqs,qkgh->skh", d_products, row["query"], keep["key"])
     if "query" in parts:
         d_query = problem.dot("kgqs,skh->kgqh", d_logits, column["key"])
         result["query"] = problem.to_rows(d_query)

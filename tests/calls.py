@@ -195,6 +195,20 @@ def compiled(implementation, names, options):
     return jax.jit(run)
 
 
+def assert_same(got, expected, name):
+    """A result and its like from another run: equal bit by bit.
+
+    But for a GPU's gradients, which are added up in any order unless `deterministic_gradients` are
+    asked for: these differ by rounding.
+    """
+    if name.startswith("d_") and jax.default_backend() == "gpu":
+        wide = [np.asarray(x, np.float64) for x in (got, expected)]
+        noise = 8 * tolerance.wobble(np.abs(wide[1]).max(initial=0), got.dtype)
+        np.testing.assert_allclose(*wide, rtol=0, atol=noise, err_msg=name)
+    else:
+        np.testing.assert_array_equal(got, expected, err_msg=name)
+
+
 def normal(rng, shape, dtype=np.float32, scale=1.0):
     """Normal random numbers in a NumPy array."""
     return (scale * rng.standard_normal(shape)).astype(dtype)

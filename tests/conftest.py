@@ -1,29 +1,37 @@
 """The implementations that the suite runs over, and what every test may ask for."""
 
 import functools
+import importlib.util
 import os
 
-# Most programs here run once: LLVM's expensive passes would take half the suite's time. The graph
-# that XLA makes, and so what tests say of it, is the same. Set XLA_FLAGS to try others.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+# Most programs here run once: on a CPU LLVM's expensive passes would take half the suite's time, on
+# a GPU the search for the fastest matrix product. The graph that XLA makes, and so what tests say
+# of it, is the same. Set XLA_FLAGS to try others.
+if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    # Each of pytest-xdist's processes would take three quarters of the memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxflash import flash_attention
+from jaxflash import _modules, flash_attention
 
 IMPLEMENTATIONS = ("native", "xla")
 
 
 @functools.cache
-def why_not(implementation):
+def why_not(implementation, dtype="float32"):
     """Why the implementation can't run on the default device; empty where it can."""
-    x = jnp.zeros((1, 1, 1))
     try:
-        jax.block_until_ready(flash_attention(x, x, x, implementation=implementation))
+        with jax.enable_x64(True):
+            x = jnp.zeros((1, 1, 1), dtype)
+            jax.block_until_ready(flash_attention(x, x, x, implementation=implementation))
     except NotImplementedError as error:
         return str(error)
     return ""
@@ -35,6 +43,27 @@ def implementation(request):
     if reason := why_not(request.param):
         pytest.skip(f"implementation {request.param!r} is not available here: {reason}")
     return request.param
+
+
+@pytest.fixture
+def float64_implementation(implementation):
+    """Those implementations that compute in float64 on the default device: not the CUDA kernels."""
+    if reason := why_not(implementation, "float64"):
+        pytest.skip(reason)
+    return implementation
+
+
+@pytest.fixture(params=_modules.MODULES)
+def platform(request):
+    """Each platform with kernels and a device here, on which the test then runs."""
+    if reason := _modules.unavailable_reason(request.param):
+        pytest.skip(reason)
+    try:
+        device = jax.devices(request.param)[0]
+    except RuntimeError as error:
+        pytest.skip(f"no {request.param} device here: {error}")
+    with jax.default_device(device):
+        yield request.param
 
 
 @pytest.fixture

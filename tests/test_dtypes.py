@@ -27,12 +27,12 @@ from jaxflash import flash_attention
     ],
     ids=["plain", "ranges", "the rest"],
 )
-def test_float64(implementation, arguments):
+def test_float64(float64_implementation, arguments):
     """Float64 accuracy in everything (errors about 1e-15) but the log-sum-exp, which is float32."""
     if "dropout_key" in arguments:
         arguments = {**arguments, "dropout_key": jax.random.key(0)}
     call = make_call(Shape(T=70, S=140, N=4, K=2, H=24), np.float64, **arguments)
-    call.check(implementation)
+    call.check(float64_implementation)
 
 
 @pytest.mark.usefixtures("x64")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calls import QKV, Call, Shape, bfloat16, make_call, normal
+from calls import QKV, Call, Shape, assert_same, bfloat16, make_call, normal
 from jaxflash import flash_attention
 
 EMPTY_ROWS = {
@@ -51,7 +51,7 @@ def test_empty_rows_do_not_hear_their_cotangents(implementation, with_sinks):
         other = Call(call.arrays, {}, call.seed)
         other.cotangents = (d_output, d_lse)
         for name, value in other.flash(implementation).items():
-            np.testing.assert_array_equal(value, expected[name], err_msg=name)
+            assert_same(value, expected[name], name)
 
 
 def test_nan_cotangents_of_rows_that_see_no_key(implementation):
@@ -61,7 +61,7 @@ def test_nan_cotangents_of_rows_that_see_no_key(implementation):
     d_output[:, :4], d_lse[:, :4] = np.nan, np.nan
     call.cotangents = (d_output, d_lse)
     for name, value in call.flash(implementation).items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+        assert_same(value, expected[name], name)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -86,7 +86,7 @@ def test_nothing_past_the_lengths_reaches_a_result(implementation, bad, dtype):
     spoilt = Call(arrays, {}, call.seed)
     spoilt.cotangents = call.cotangents
     for name, value in spoilt.flash(implementation).items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+        assert_same(value, expected[name], name)
 
 
 @pytest.mark.parametrize(

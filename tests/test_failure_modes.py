@@ -15,7 +15,18 @@ import numpy as np
 import pytest
 
 import tolerance
-from calls import QKV, Call, Shape, bfloat16, compare, compiled, make_call, normal, yardstick
+from calls import (
+    QKV,
+    Call,
+    Shape,
+    assert_same,
+    bfloat16,
+    compare,
+    compiled,
+    make_call,
+    normal,
+    yardstick,
+)
 from jaxflash import flash_attention
 
 BF16 = bfloat16()
@@ -164,10 +175,10 @@ def test_b14_unused_cache_slots(implementation):
 
 
 @pytest.mark.usefixtures("x64")
-def test_b16_float64_with_inf_debugging(implementation):
+def test_b16_float64_with_inf_debugging(float64_implementation):
     call = make_call(Shape(B=1, T=4, S=4, N=1, H=8), np.float64, is_causal=True)
     with jax.debug_infs(True):
-        call.check(implementation)
+        call.check(float64_implementation)
 
 
 def test_b17_float16_with_a_padding_mask(implementation):
@@ -206,7 +217,7 @@ def test_b21_padding_rows_of_gradients_are_zeros(implementation):
 
 
 def test_b22_ten_runs_of_an_odd_length(implementation):
-    call = make_call(Shape(B=1, T=508, S=508, N=3, H=32))
+    call = make_call(Shape(B=1, T=508, S=508, N=3, H=32), deterministic_gradients=True)
     first = call.check(implementation)
     for _ in range(9):
         for name, value in call.flash(implementation).items():
@@ -388,7 +399,7 @@ def test_b51_key_lengths_without_query_lengths(implementation):
     again = Call(changed, {}, call.seed)
     again.cotangents = call.cotangents
     for name, value in again.flash(implementation).items():
-        np.testing.assert_array_equal(value, got[name])
+        assert_same(value, got[name], name)
 
 
 def test_b52_dropout_is_the_same_each_time(implementation):
@@ -767,4 +778,4 @@ def test_n11_unwanted_gradients_cost_no_kernel_output(native):
     (line,) = [x for x in text.splitlines() if 'custom_call_target="jaxflash_backward"' in x]
     results = line.split("custom-call(")[0]
     assert "f32[2,70,2,16]" in results
-    assert "140" not in results
+    assert "f32[2,140" not in results

@@ -227,7 +227,8 @@ def test_mask_that_sees_a_single_key_copies_its_value(implementation):
     mask[0, 0, np.arange(70), target] = True
     call = make_call(Shape(B=1, T=70, S=140, N=1), mask=mask)
     output = call.check(implementation)["output"]
-    np.testing.assert_array_equal(output[0, :, 0], call.arrays["value"][0, target, 0])
+    # 2^-22: a float32 as the sum of the two TF32 numbers that tensor cores multiply.
+    np.testing.assert_allclose(output[0, :, 0], call.arrays["value"][0, target, 0], rtol=2**-22)
 
 
 def test_normal_is_not_hiding_a_mask_bug(implementation):

@@ -1,35 +1,41 @@
-"""The compiled module: what it says of itself, how it is registered, and when it is missing."""
+"""The compiled modules: what they say of themselves, and when one is missing."""
 
 import importlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxflash
 from calls import run_python
-from jaxflash import flash_attention
+from jaxflash import _modules, flash_attention
 
 
-@pytest.fixture
-def cpu_module(native):
-    return importlib.import_module("jaxflash._cpu")
+@pytest.fixture(params=_modules.MODULES)
+def module(request):
+    """Each compiled module that can be used."""
+    if reason := _modules.unavailable_reason(request.param):
+        pytest.skip(reason)
+    return _modules.MODULES[request.param]
 
 
-def test_build_facts(cpu_module):
-    facts = cpu_module.build_facts()
-    assert facts["version"] == jaxflash.__version__
-    assert facts["compiler"]
-    assert facts["instruction_set"] in facts["instruction_sets"]
-    major, minor = facts["xla_ffi_api"]
+def test_build_facts(module):
+    assert module.facts["version"] == jaxflash.__version__
+    assert module.facts["compiler"]
+    major, minor = module.facts["xla_ffi_api"]
     assert (major, minor) == (0, 3), (
         "built against newer headers than the oldest supported jaxlib's"
     )
 
 
-def test_registrations(cpu_module):
-    registrations = cpu_module.registrations()
+def test_what_was_built_for():
+    cpu, cuda = (_modules.MODULES[name].facts for name in ("cpu", "cuda"))
+    assert not cpu or cpu["instruction_set"] in cpu["instruction_sets"]
+    assert not cuda or all(name[0].isdigit() for name in cuda["architectures"])
+
+
+def test_registrations(module):
+    registrations = module.code.registrations()
     assert set(registrations) == {"jaxflash_forward", "jaxflash_backward"}
     assert all(type(x).__name__ == "PyCapsule" for x in registrations.values())
 
@@ -65,12 +71,11 @@ def test_command_line():
         assert not off or "reason: " in text.split(f"{kernels} kernels: off")[1]
 
 
-def test_command_line_reports_the_build(cpu_module):
-    text = command_line()
-    facts = cpu_module.build_facts()
-    assert "cpu kernels: on" in text
-    assert facts["instruction_set"] in text
-    assert facts["compiler"] in text
+def test_command_line_reports_the_build(module):
+    _, _, text = command_line().partition(f"{module.name.rpartition('_')[2]} kernels: on")
+    for name in module.facts:
+        assert f"{name}: " in text
+    assert module.facts["compiler"] in text
 
 
 WITHOUT_MODULE = """
@@ -141,20 +146,3 @@ def test_public_names():
     assert flash_attention.__doc__
     for name in ("query_offset", "sinks", "logits_soft_cap", "return_residual"):
         assert name in flash_attention.__doc__
-
-
-def test_handlers_refuse_wrong_buffers(native):
-    """What the Python side never sends gets an error with numbers, not a crash."""
-    shape = jax.ShapeDtypeStruct((1, 4, 1, 4), np.float32)
-    call = jax.ffi.ffi_call("jaxflash_forward", (shape,) * 3)
-    absent = np.zeros(0, np.uint8)
-    attributes = {
-        "window_left": np.int64(-1),
-        "window_right": np.int64(-1),
-        "soft_cap": np.float64(0),
-        "dropout_threshold": np.int64(0),
-    }
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"\d"):
-        call(*([np.zeros((1, 4, 1, 4), np.float32)] * 13), **attributes)
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        call(*([absent] * 13), **attributes)

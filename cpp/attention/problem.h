@@ -70,6 +70,25 @@ struct Statistics {
   Tensor log_sum;  // [*B, T, N]; log of the sum of exp(logit - logit_max); 0 where nothing is seen
 };
 
+// What the backward pass reads beside the problem.
+struct BackwardInputs {
+  Tensor output_cotangent;  // [*B, T, N, Hv], the query's dtype
+  Statistics statistics;
+  Tensor delta;  // [*B, T, N]: rowsum(output * output_cotangent) - cotangent of the log-sum-exp
+};
+
+// What the backward pass computes; absent cotangents are not wanted.
+//
+// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key, value
+// and their cotangents are all broadcast along the dims in which one of these cotangents is summed.
+struct Cotangents {
+  Tensor query;  // [*B, T, N, H]
+  Tensor key;    // [*B, S, K, H]
+  Tensor value;  // [*B, S, K, Hv]
+  Tensor bias;   // the bias's own shape
+  Tensor scale;  // [*B, T, N]: each query's share of the scale's cotangent
+};
+
 // Batch `b` as one index a batch dim, worth keeping where several operands are addressed.
 struct BatchIndex {
   int rank;

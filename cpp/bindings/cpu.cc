@@ -30,6 +30,8 @@ nb::typed<nb::dict, nb::str, nb::object> build_facts() {
   facts["version"] = JAXFLASH_VERSION;
   facts["compiler"] = JAXFLASH_COMPILER;
   facts["xla_ffi_api"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  facts["batch_dims"] = jaxflash::kMaxBatchDims;
+  facts["tile_keys"] = jaxflash::cpu::kTileKeys;
   facts["instruction_set"] = jaxflash::cpu::instruction_set();
   nb::list sets;
   for (const char* const* set = jaxflash::cpu::instruction_sets(); *set != nullptr; ++set) {
@@ -44,6 +46,7 @@ nb::typed<nb::dict, nb::str, nb::object> build_facts() {
 NB_MODULE(_cpu, module) {
   module.doc() = "CPU attention kernels of jaxflash as XLA custom calls.";
   module.def("registrations", &registrations, "Custom-call targets by name, as capsules.");
-  module.def("build_facts", &build_facts,
-             "Version, compiler, XLA FFI version, instruction sets built and the one in use.");
+  module.def(
+      "build_facts", &build_facts,
+      "Version, compiler, XLA FFI version, limits, instruction sets built and the one in use.");
 }

@@ -8,34 +8,21 @@
 
 namespace jaxflash::cpu {
 
+// Keys of a tile. Parallel tasks of the backward pass take whole tiles.
+inline constexpr int64_t kTileKeys = 128;
+
 // What the forward pass writes.
 struct ForwardResults {
   Tensor output;  // [*B, T, N, Hv], the query's dtype
   Statistics statistics;
 };
 
-// What the backward pass reads beside the problem.
-struct BackwardInputs {
-  Tensor output_cotangent;  // [*B, T, N, Hv], the query's dtype
-  Statistics statistics;
-  Tensor delta;  // [*B, T, N]: rowsum(output * output_cotangent) - cotangent of the log-sum-exp
-};
-
-// What the backward pass writes; absent results are not computed.
-//
-// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key, value
-// and their cotangents are all broadcast along the dims in which one of these cotangents is summed.
-struct BackwardResults {
-  Tensor query;  // [*B, T, N, H]
-  Tensor key;    // [*B, S, K, H]
-  Tensor value;  // [*B, S, K, Hv]
-  Tensor bias;   // the bias's own shape
-  Tensor scale;  // [*B, T, N]: each query's share of the scale's cotangent
-
+// What the backward pass writes.
+struct BackwardResults : Cotangents {
   // Sums of the query cotangent before it is scaled, [chunks, *B, T, N, H] in the compute type: one
   // for each chunk of key tiles that run in parallel. Absent where the query cotangent itself can
   // hold them (one chunk, compute dtype) or none are needed.
-  Tensor workspace;
+  Tensor workspace = {};
   int64_t chunks = 1;
   int64_t chunk_stride = 0;  // elements
 };

@@ -13,15 +13,15 @@
 #include "attention/problem.h"
 #include "attention/visibility.h"
 #include "cpu/convert.h"
+#include "cpu/launch.h"
 #include "cpu/scratch.h"
 #include "cpu/vector.h"
 
 namespace jaxflash::cpu::JAXFLASH_ISA {
 
-// A [64][head dim] tile of rows and a [128][64] tile of logits stay in L1 and L2; both are
+// A [64][head dim] tile of rows and a [kTileKeys][64] tile of logits stay in L1 and L2; both are
 // multiples of every vector width and of the 16x16 blocks of dropout.
 inline constexpr int64_t kTileRows = 64;
-inline constexpr int64_t kTileKeys = 128;
 
 JAXFLASH_INLINE int64_t tiles_of(int64_t length, int64_t tile) {
   return (length + tile - 1) / tile;

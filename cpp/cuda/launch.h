@@ -31,24 +31,9 @@ struct ForwardResults {
   Workspace workspace;
 };
 
-// What the backward pass reads beside the problem.
-struct BackwardInputs {
-  Tensor output_cotangent;  // [*B, T, N, Hv], the query's dtype
-  Statistics statistics;
-  Tensor delta;  // [*B, T, N]: rowsum(output * output_cotangent) - cotangent of the log-sum-exp
-};
-
-// What the backward pass writes; absent results are not computed.
-//
-// Batch dims in which a cotangent of key, value or bias has stride 0 are summed over. Key and value
-// cotangents have the same ones.
-struct BackwardResults {
-  Tensor query;  // [*B, T, N, H]
-  Tensor key;    // [*B, S, K, H]
-  Tensor value;  // [*B, S, K, Hv]
-  Tensor bias;   // the bias's own shape
-  Tensor scale;  // [*B, T, N]: each query's share of the scale's cotangent
-  Workspace workspace;
+// What the backward pass writes.
+struct BackwardResults : Cotangents {
+  Workspace workspace = {};
   bool deterministic = false;  // bitwise equal from run to run
 };
 

@@ -48,19 +48,14 @@ Error forward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
   if (!decoder.ok()) return decoder.error();
   cpu::ForwardResults results;
   results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
-  results.statistics = decoder.result_statistics(problem, 1);
+  results.statistics = decoder.statistics(problem, 1);
   if (!decoder.ok()) return decoder.error();
   XlaExecutor executor(pool);
   return status_of(cpu::forward(problem, results, executor));
 }
 
 cpu::BackwardResults decode_results(Decoder& decoder, const Problem& problem) {
-  cpu::BackwardResults results;
-  results.query = decoder.result(problem, 0, {"query cotangent", "TNH", Kind::kQuery, true});
-  results.key = decoder.result(problem, 1, {"key cotangent", "SKH", Kind::kQuery, true});
-  results.value = decoder.result(problem, 2, {"value cotangent", "SKV", Kind::kQuery, true});
-  results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", Kind::kFloat, true});
-  results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", Kind::kCompute, true});
+  cpu::BackwardResults results{decoder.cotangents(problem)};
   results.workspace = decoder.stacked_result(problem, 5, {"workspace", "TNH", Kind::kCompute, true},
                                              results.chunks, results.chunk_stride);
   return results;
@@ -75,18 +70,12 @@ void check_results(Decoder& decoder, const Problem& problem, const cpu::Backward
     decoder.fail("the query cotangent needs a workspace");
   }
   if (problem.batches == 0) decoder.fail("an empty batch has no cotangents to compute");
-  decoder.check_summed_batches(problem, results.key, results.value);
 }
 
 Error backward(ThreadPool pool, Decoder decoder, const Attributes& attributes) {
   const Problem problem = decoder.problem(attributes);
   if (!decoder.ok()) return decoder.error();
-  const size_t first = kOperandCount;
-  cpu::BackwardInputs inputs;
-  inputs.output_cotangent =
-      decoder.operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
-  inputs.statistics = decoder.operand_statistics(problem, first + 1);
-  inputs.delta = decoder.operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
+  const BackwardInputs inputs = decoder.backward_inputs(problem);
   const cpu::BackwardResults results = decode_results(decoder, problem);
   check_results(decoder, problem, results);
   if (!decoder.ok()) return decoder.error();

@@ -8,9 +8,11 @@ namespace {
 
 using xla::ffi::AnyBuffer;
 using xla::ffi::Error;
+using xla::ffi::ErrorOr;
 using xla::ffi::PlatformStream;
 using xla::ffi::RemainingArgs;
 using xla::ffi::RemainingRets;
+using xla::ffi::Unexpected;
 
 cuda::Workspace workspace_at(RemainingRets returns, size_t index) {
   auto buffer = returns.get<AnyBuffer>(index);
@@ -34,7 +36,7 @@ Error forward(cuda::Stream stream, RemainingArgs operands, RemainingRets returns
   if (!decoder.ok()) return decoder.error();
   cuda::ForwardResults results;
   results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
-  results.statistics = decoder.result_statistics(problem, 1);
+  results.statistics = decoder.statistics(problem, 1);
   results.workspace = workspace_at(returns, 3);
   if (!decoder.ok()) return decoder.error();
   return error_of(cuda::forward(problem, results, precision_of(precision), stream));
@@ -42,14 +44,8 @@ Error forward(cuda::Stream stream, RemainingArgs operands, RemainingRets returns
 
 cuda::BackwardResults backward_results(Decoder& decoder, const Problem& problem,
                                        bool deterministic) {
-  cuda::BackwardResults results;
-  results.query = decoder.result(problem, 0, {"query cotangent", "TNH", Kind::kQuery, true});
-  results.key = decoder.result(problem, 1, {"key cotangent", "SKH", Kind::kQuery, true});
-  results.value = decoder.result(problem, 2, {"value cotangent", "SKV", Kind::kQuery, true});
-  results.bias = decoder.result(problem, 3, {"bias cotangent", "nts", Kind::kFloat, true});
-  results.scale = decoder.result(problem, 4, {"scale cotangent", "TN", Kind::kCompute, true});
+  cuda::BackwardResults results{decoder.cotangents(problem)};
   results.deterministic = deterministic;
-  decoder.check_summed_batches(problem, results.key, results.value);
   return results;
 }
 
@@ -59,12 +55,7 @@ Error backward(cuda::Stream stream, RemainingArgs operands, RemainingRets return
   Decoder decoder(operands, returns);
   const Problem problem = decoder.problem({window_left, window_right, soft_cap, dropout_threshold});
   if (!decoder.ok()) return decoder.error();
-  const size_t first = kOperandCount;
-  cuda::BackwardInputs inputs;
-  inputs.output_cotangent =
-      decoder.operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
-  inputs.statistics = decoder.operand_statistics(problem, first + 1);
-  inputs.delta = decoder.operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
+  const BackwardInputs inputs = decoder.backward_inputs(problem);
   cuda::BackwardResults results = backward_results(decoder, problem, deterministic != 0);
   results.workspace = workspace_at(returns, 5);
   if (!decoder.ok()) return decoder.error();
@@ -83,30 +74,37 @@ auto bind_attributes() {
       .Attr<int64_t>("precision");
 }
 
-// Buffers without memory, as the decoder takes them.
-struct FakeBuffers {
-  explicit FakeBuffers(const std::vector<BufferShape>& shapes) : buffers(shapes.size()) {
+// Buffers of which only dtype and shape count, as the decoder takes them.
+class ShapeBuffers {
+ public:
+  explicit ShapeBuffers(const std::vector<BufferShape>& shapes)
+      : buffers_(shapes.size()),
+        argument_types_(shapes.size(), XLA_FFI_ArgType_BUFFER),
+        result_types_(shapes.size(), XLA_FFI_RetType_BUFFER) {
+    static char nothing[64];  // the decoder refuses arrays without memory
     for (size_t i = 0; i < shapes.size(); ++i) {
-      buffers[i] = {};
-      buffers[i].struct_size = sizeof(XLA_FFI_Buffer);
-      buffers[i].dtype = shapes[i].dtype;
-      buffers[i].rank = static_cast<int64_t>(shapes[i].dims.size());
-      buffers[i].dims = const_cast<int64_t*>(shapes[i].dims.data());
-      pointers.push_back(&buffers[i]);
+      buffers_[i].struct_size = sizeof(XLA_FFI_Buffer);
+      buffers_[i].dtype = shapes[i].dtype;
+      buffers_[i].data = nothing;
+      buffers_[i].rank = static_cast<int64_t>(shapes[i].dims.size());
+      buffers_[i].dims = const_cast<int64_t*>(shapes[i].dims.data());
+      pointers_.push_back(&buffers_[i]);
     }
-    argument_types.assign(shapes.size(), XLA_FFI_ArgType_BUFFER);
-    result_types.assign(shapes.size(), XLA_FFI_RetType_BUFFER);
     const auto size = static_cast<int64_t>(shapes.size());
-    arguments = {sizeof(XLA_FFI_Args), nullptr, size, argument_types.data(), pointers.data()};
-    results = {sizeof(XLA_FFI_Rets), nullptr, size, result_types.data(), pointers.data()};
+    arguments_ = {sizeof(XLA_FFI_Args), nullptr, size, argument_types_.data(), pointers_.data()};
+    results_ = {sizeof(XLA_FFI_Rets), nullptr, size, result_types_.data(), pointers_.data()};
   }
 
-  std::vector<XLA_FFI_Buffer> buffers;
-  std::vector<void*> pointers;
-  std::vector<XLA_FFI_ArgType> argument_types;
-  std::vector<XLA_FFI_RetType> result_types;
-  XLA_FFI_Args arguments;
-  XLA_FFI_Rets results;
+  RemainingArgs as_operands() const { return RemainingArgs(&arguments_, 0); }
+  RemainingRets as_results() const { return RemainingRets(&results_, 0); }
+
+ private:
+  std::vector<XLA_FFI_Buffer> buffers_;
+  std::vector<void*> pointers_;
+  std::vector<XLA_FFI_ArgType> argument_types_;
+  std::vector<XLA_FFI_RetType> result_types_;
+  XLA_FFI_Args arguments_;
+  XLA_FFI_Rets results_;
 };
 
 }  // namespace
@@ -124,33 +122,25 @@ XLA_FFI_Error* cuda_backward(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-int64_t cuda_forward_workspace(const std::vector<BufferShape>& operands,
-                               const Attributes& attributes, std::string& message) {
-  FakeBuffers fake_operands(operands), fake_results({});
-  Decoder decoder(RemainingArgs(&fake_operands.arguments, 0),
-                  RemainingRets(&fake_results.results, 0));
+ErrorOr<int64_t> cuda_forward_workspace(const std::vector<BufferShape>& operands,
+                                        const Attributes& attributes) {
+  const ShapeBuffers operand_buffers(operands), result_buffers({});
+  Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
-  if (decoder.ok()) return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
-  message = decoder.error().message();
-  return -1;
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
 }
 
-int64_t cuda_backward_workspace(const std::vector<BufferShape>& operands,
-                                const std::vector<BufferShape>& results,
-                                const Attributes& attributes, bool deterministic,
-                                std::string& message) {
-  FakeBuffers fake_operands(operands), fake_results(results);
-  Decoder decoder(RemainingArgs(&fake_operands.arguments, 0),
-                  RemainingRets(&fake_results.results, 0));
+ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape>& operands,
+                                         const std::vector<BufferShape>& results,
+                                         const Attributes& attributes, bool deterministic) {
+  const ShapeBuffers operand_buffers(operands), result_buffers(results);
+  Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
-  if (decoder.ok()) {
-    const cuda::BackwardResults wanted = backward_results(decoder, problem, deterministic);
-    if (decoder.ok()) {
-      return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
-    }
-  }
-  message = decoder.error().message();
-  return -1;
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  const cuda::BackwardResults wanted = backward_results(decoder, problem, deterministic);
+  if (!decoder.ok()) return Unexpected(decoder.error());
+  return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
 }
 
 }  // namespace jaxflash::ffi

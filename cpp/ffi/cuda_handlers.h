@@ -2,11 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "ffi/decode.h"
-#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/ffi.h"
 
 namespace jaxflash::ffi {
 
@@ -20,19 +19,19 @@ XLA_FFI_Error* cuda_forward(XLA_FFI_CallFrame* frame);
 // Both workspaces are u8[bytes], with `bytes` from the functions below.
 XLA_FFI_Error* cuda_backward(XLA_FFI_CallFrame* frame);
 
-// The shape of a buffer of a call.
+// The dtype and shape of a buffer of a call.
 struct BufferShape {
   XLA_FFI_DataType dtype;
   std::vector<int64_t> dims;
 };
 
-// Bytes of workspace that a call with these operands and results (without the workspace) needs;
-// negative, with a message, where they don't fit together.
-int64_t cuda_forward_workspace(const std::vector<BufferShape>& operands,
-                               const Attributes& attributes, std::string& message);
-int64_t cuda_backward_workspace(const std::vector<BufferShape>& operands,
-                                const std::vector<BufferShape>& results,
-                                const Attributes& attributes, bool deterministic,
-                                std::string& message);
+// Bytes of workspace that a call with these operands and results (without the workspace) needs; an
+// error where they don't fit together.
+xla::ffi::ErrorOr<int64_t> cuda_forward_workspace(const std::vector<BufferShape>& operands,
+                                                  const Attributes& attributes);
+xla::ffi::ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape>& operands,
+                                                   const std::vector<BufferShape>& results,
+                                                   const Attributes& attributes,
+                                                   bool deterministic);
 
 }  // namespace jaxflash::ffi

@@ -201,22 +201,39 @@ Tensor Decoder::result(const Problem& problem, size_t index, const ArraySpec& sp
 constexpr ArraySpec kLogitMax = {"logit_max", "TN", Kind::kCompute, false};
 constexpr ArraySpec kLogSum = {"log_sum", "TN", Kind::kCompute, false};
 
-Statistics Decoder::operand_statistics(const Problem& problem, size_t first) {
-  return {operand(problem, first, kLogitMax), operand(problem, first + 1, kLogSum)};
-}
-
-Statistics Decoder::result_statistics(const Problem& problem, size_t first) {
+Statistics Decoder::statistics(const Problem& problem, size_t first) {
   return {result(problem, first, kLogitMax), result(problem, first + 1, kLogSum)};
 }
 
-void Decoder::check_summed_batches(const Problem& problem, const Tensor& key_cotangent,
-                                   const Tensor& value_cotangent) {
-  const Tensor* const arrays[] = {&problem.key, &problem.value, &key_cotangent, &value_cotangent};
+BackwardInputs Decoder::backward_inputs(const Problem& problem) {
+  const size_t first = kOperandCount;
+  BackwardInputs inputs;
+  inputs.output_cotangent =
+      operand(problem, first, {"output_cotangent", "TNV", Kind::kQuery, false});
+  inputs.statistics = {operand(problem, first + 1, kLogitMax),
+                       operand(problem, first + 2, kLogSum)};
+  inputs.delta = operand(problem, first + 3, {"delta", "TN", Kind::kCompute, false});
+  return inputs;
+}
+
+Cotangents Decoder::cotangents(const Problem& problem) {
+  Cotangents cotangents;
+  cotangents.query = result(problem, 0, {"query cotangent", "TNH", Kind::kQuery, true});
+  cotangents.key = result(problem, 1, {"key cotangent", "SKH", Kind::kQuery, true});
+  cotangents.value = result(problem, 2, {"value cotangent", "SKV", Kind::kQuery, true});
+  cotangents.bias = result(problem, 3, {"bias cotangent", "nts", Kind::kFloat, true});
+  cotangents.scale = result(problem, 4, {"scale cotangent", "TN", Kind::kCompute, true});
+  check_summed_batches(problem, cotangents);
+  return cotangents;
+}
+
+void Decoder::check_summed_batches(const Problem& problem, const Cotangents& cotangents) {
+  const Tensor* const arrays[] = {&problem.key, &problem.value, &cotangents.key, &cotangents.value};
   for (int dim = 0; dim < problem.batch_rank; ++dim) {
     bool summed = false, differs = false;
     for (const Tensor* array : arrays) {
       if (array->data == nullptr) continue;
-      const bool cotangent = array == &key_cotangent || array == &value_cotangent;
+      const bool cotangent = array == &cotangents.key || array == &cotangents.value;
       summed |= cotangent && array->batch[dim] == 0 && problem.batch_size[dim] > 1;
       differs |= array->batch[dim] != 0;
     }

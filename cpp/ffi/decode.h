@@ -63,14 +63,12 @@ class Decoder {
   Tensor operand(const Problem& problem, size_t index, const ArraySpec& spec);
   Tensor result(const Problem& problem, size_t index, const ArraySpec& spec);
 
-  // logit_max and log_sum, at `first` and behind it.
-  Statistics operand_statistics(const Problem& problem, size_t first);
-  Statistics result_statistics(const Problem& problem, size_t first);
+  // Results logit_max and log_sum, at `first` and behind it.
+  Statistics statistics(const Problem& problem, size_t first);
 
-  // Where a cotangent of key or value is summed over a batch dim, key, value and both cotangents
-  // must be the same along it: the kernels take one key and one value for the whole sum.
-  void check_summed_batches(const Problem& problem, const Tensor& key_cotangent,
-                            const Tensor& value_cotangent);
+  // The operands behind kOperands, and the first five results, of a backward call.
+  BackwardInputs backward_inputs(const Problem& problem);
+  Cotangents cotangents(const Problem& problem);
 
   // A result with one more dim in front, whose size and stride come back by reference.
   Tensor stacked_result(const Problem& problem, size_t index, const ArraySpec& spec, int64_t& count,
@@ -87,6 +85,10 @@ class Decoder {
 
   Tensor tensor(const Problem& problem, xla::ffi::AnyBuffer buffer, int64_t leading,
                 const ArraySpec& spec);
+
+  // Where a cotangent of key or value is summed over a batch dim, key, value and both cotangents
+  // must be the same along it: the kernels take one key and one value for the whole sum.
+  void check_summed_batches(const Problem& problem, const Cotangents& cotangents);
 
   xla::ffi::RemainingArgs operands_;
   xla::ffi::RemainingRets results_;

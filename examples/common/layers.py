@@ -1,5 +1,7 @@
 """Parts of the model without parameters, for any number of batch axes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -21,7 +23,11 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def jax_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    implementation: Any,
 ) -> jax.Array:
     """What `flash_attention` computes in these models, by `jax.nn`, which needs a dense mask.
 
@@ -30,8 +36,14 @@ def jax_attention(
         key: `[..., T, K, H]`.
         value: `[..., T, K, H]`.
         segment_ids: int `[..., T]`.
+        implementation: of `jax.nn.dot_product_attention`, "xla" or "cudnn".
     """
     same_document = segment_ids[..., :, None] == segment_ids[..., None, :]
     return jax.nn.dot_product_attention(
-        query, key, value, mask=same_document[..., None, :, :], is_causal=True
+        query,
+        key,
+        value,
+        mask=same_document[..., None, :, :],
+        is_causal=True,
+        implementation=implementation,
     )

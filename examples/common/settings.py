@@ -16,7 +16,7 @@ class ModelSettings:
         key_value_heads: divides `heads`.
         hidden: width inside the MLP.
         dtype: of the computation; parameters are float32.
-        attention: "jaxflash", or "jax" for `jax.nn.dot_product_attention`.
+        attention: "jaxflash", or the implementation of `jax.nn.dot_product_attention`.
     """
 
     layers: int
@@ -106,10 +106,14 @@ def parse_arguments(name: str, description: str | None) -> Arguments:
     )
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="default: tiny")
     parser.add_argument(
-        "--attention", choices=["jaxflash", "jax"], default="jaxflash",
-        help="jax: jax.nn.dot_product_attention, to compare with (default: jaxflash)",
+        "--attention", choices=["jaxflash", "xla", "cudnn"], default="jaxflash",
+        help="xla, cudnn: jax.nn.dot_product_attention's, to compare with (default: jaxflash)",
     )  # fmt: skip
     preset_group = parser.add_argument_group("instead of the preset's")
+    preset_group.add_argument(
+        "--dtype", choices=["float32", "bfloat16"],
+        help="of the computation; cudnn needs bfloat16",
+    )  # fmt: skip
     preset_group.add_argument("--steps", type=_number(int, 1), metavar="N", help="updates")
     preset_group.add_argument("--batch", type=_number(int, 1), metavar="N", help="rows a step")
     preset_group.add_argument("--length", type=_number(int, 1), metavar="N", help="bytes a row")
@@ -138,7 +142,11 @@ def parse_arguments(name: str, description: str | None) -> Arguments:
     }
     settings = replace(
         preset,
-        model=replace(preset.model, attention=options.attention),
+        model=replace(
+            preset.model,
+            attention=options.attention,
+            dtype=options.dtype or preset.model.dtype,
+        ),
         seed=options.seed,
         **overrides,
     )

@@ -1,6 +1,9 @@
 """Trains a language model and writes down what came of it."""
 
+import math
+import statistics
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -96,7 +99,7 @@ def evaluate(model: LanguageModel, params: Params, batches: jax.Array) -> jax.Ar
 
 
 class Progress:
-    """A progress bar that also keeps the losses it shows."""
+    """A progress bar that also keeps the losses it shows, and the speed between validations."""
 
     def __init__(self, settings: Settings, metrics: Metrics):
         self._metrics = metrics
@@ -109,12 +112,25 @@ class Progress:
             dynamic_ncols=True,
             mininterval=0.2 if sys.stderr.isatty() else 10,  # seconds; a log needs few lines
         )
+        self._speeds: list[float] = []
+        self.start_lap()
+
+    def start_lap(self) -> None:
+        self._lap_start, self._lap_tokens = time.perf_counter(), 0
+
+    def end_lap(self) -> None:
+        self._speeds.append(self._lap_tokens / (time.perf_counter() - self._lap_start))
+
+    def speed(self) -> float:
+        """Tokens a second in the median lap: the first one compiles. NaN where there was none."""
+        return statistics.median(self._speeds) if self._speeds else math.nan
 
     def trained(self, step: int, loss: float) -> None:
         self._metrics.training.append(step, loss)
         self.bar.set_description(f"step {step + 1}", refresh=False)
         self.bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
         self.bar.update(self._tokens_per_step)
+        self._lap_tokens += self._tokens_per_step
 
     def validated(self, step: int, loss: float) -> None:
         self._metrics.validation.append(step, loss)
@@ -150,8 +166,11 @@ def train(
                 earlier_step, loss = running.popleft()
                 progress.trained(earlier_step, float(loss))
             if is_evaluated:
+                progress.end_lap()
                 progress.validated(done, float(evaluate(model, state.params, validation)))
                 checkpoints.save(done, state, metrics)
+                progress.start_lap()
+    print(f"trained at {progress.speed():,.0f} tokens/s")
     return state
 
 

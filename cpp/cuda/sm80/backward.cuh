@@ -48,7 +48,8 @@ __device__ __forceinline__ void multiply(const AOf& a_of, const BOf& b_of, bool 
     for (int pair = 0; pair < kPairs; ++pair) b[step % kBuffers][pair] = b_of(pair, step);
   };
   if (kBuffers > 1) load(0);
-#pragma unroll
+  // Floats are read one by one: addresses of all steps at once would take all registers.
+#pragma unroll(kIsFloat<T> ? 1 : kSteps)
   for (int step = 0; step < kSteps; ++step) {
     if (kBuffers == 1) load(step);
     if (kBuffers > 1 && step + 1 < kSteps) load(step + 1);

@@ -93,8 +93,8 @@ constexpr BackwardTile backward_tile(bool is_float, int dim, bool everything, in
   const bool large = has_large_shared_memory(arch);
   if (is_float) {
     if (dim <= 64) return {64, large ? 64 : 32, 1, 1, {4, 2}, {2, 4}, {4, 2}, 1};
-    if (dim <= 128 && large) return {64, 32, 1, 1, {4, 2}, {2, 4}, {4, 2}, 1};
-    if (large) return {32, 32, 1, 1, {2, 2}, {2, 2}, {2, 2}, 1};
+    if (large) return {64, 32, 1, 1, {4, 2}, {2, 4}, {4, 2}, 1};
+    if (dim <= 128) return {32, 32, 1, 1, {2, 2}, {2, 2}, {2, 2}, 1};
     return {16, 16, 1, 1, {1, 1}, {1, 1}, {1, 1}, 1};
   }
   if (large) {

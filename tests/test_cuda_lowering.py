@@ -1,0 +1,168 @@
+"""Programs lowered for CUDA: what is called with which attributes. Needs the module, but no GPU."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from calls import Shape, make_call, normal
+from jaxflash import _modules, flash_attention
+from test_compile import export
+
+pytestmark = pytest.mark.skipif(
+    _modules.MODULES["cuda"].reason is not None, reason=str(_modules.MODULES["cuda"].reason)
+)
+
+
+def lowered(call, gradients=True, implementation="native"):
+    """The program of the call, lowered for CUDA."""
+
+    def attend(arrays):
+        return flash_attention(**arrays, **call.options, implementation=implementation)
+
+    def gradient(arrays):
+        return jax.grad(lambda arrays: attend(arrays).astype(jnp.float32).sum())(arrays)
+
+    return lower_for_cuda(gradient if gradients else attend, call.arrays)
+
+
+def lower_for_cuda(function, *arguments):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def attributes(text, target):
+    """The attributes of a custom call by name, as MLIR writes them."""
+    (line,) = [line for line in text.splitlines() if f"@{target}(" in line]
+    (config,) = re.findall(r"mhlo\.backend_config = \{([^}]*)\}", line)
+    return dict(re.findall(r"(\w+) = ([^,]+)", config))
+
+
+def results(text, target):
+    """The types of a custom call's results, as MLIR writes them."""
+    (line,) = [line for line in text.splitlines() if f"@{target}(" in line]
+    return re.findall(r"tensor<([^>]*)>", line.rpartition("->")[2])
+
+
+def test_both_calls_and_their_attributes():
+    call = make_call(Shape(T=9, S=21), is_causal=True, logits_soft_cap=2.0)
+    text = lowered(call)
+    common = {
+        "window_left": "-1 : i64",
+        "window_right": "0 : i64",
+        "soft_cap": "2.000000e+00 : f64",
+        "dropout_threshold": "0 : i64",
+        "precision": "0 : i64",
+    }
+    assert attributes(text, "jaxflash_forward") == common
+    assert attributes(text, "jaxflash_backward") == common | {"deterministic": "0 : i64"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "tf32"),
+    [
+        (None, False),
+        ("highest", False),
+        ("float32", False),
+        ("BF16_BF16_F32_X3", False),
+        ("TF32_TF32_F32_X3", False),
+        ("high", True),
+        ("default", True),
+        ("bfloat16", True),
+        ("tensorfloat32", True),
+        ("TF32_TF32_F32", True),
+    ],
+)
+def test_tf32_only_where_it_is_asked_for(precision, tf32):
+    with jax.default_matmul_precision(precision):
+        text = lowered(make_call(Shape(T=9, S=21)))
+    for target in ("jaxflash_forward", "jaxflash_backward"):
+        assert attributes(text, target)["precision"] == f"{int(tf32)} : i64"
+
+
+def test_workspaces_are_results_of_bytes():
+    """One head and many keys are split: partial outputs of every split; sums of d_query."""
+    text = lowered(make_call(Shape(B=1, T=64, S=4096, N=1, H=64)))
+    *_, forward = results(text, "jaxflash_forward")
+    *_, backward = results(text, "jaxflash_backward")
+    sizes = [int(re.fullmatch(r"(\d+)xui8", size)[1]) for size in (forward, backward)]
+    assert all(size >= 4 * 64 * 64 for size in sizes)
+
+
+def test_absent_operands_and_unwanted_results_are_empty():
+    call = make_call(Shape(T=9, S=21))
+
+    def loss(query):
+        return flash_attention(**{**call.arrays, "query": query}, implementation="native").sum()
+
+    text = lower_for_cuda(jax.grad(loss), call.arrays["query"])
+    query, key, value, bias, scale, _ = results(text, "jaxflash_backward")
+    assert query == "2x9x2x16xf32"
+    assert key == value == bias == scale == "0xui8"
+
+
+def test_a_float64_bias_reaches_the_kernels_as_float32():
+    with jax.enable_x64(True):
+        call = make_call(Shape(T=9, S=21), bias=lambda rng: normal(rng, (2, 2, 9, 21), np.float64))
+        text = lowered(call)
+        assert results(text, "jaxflash_backward")[3] == "2x2x9x21xf32"
+        assert "tensor<2x2x9x21xf64>" in text
+
+
+def limited(name):
+    """A call that is right, but not by the CUDA kernels: the call, and words of the reason."""
+    full, broadcast = (lambda rng, s=s: normal(rng, s) for s in ((2, 2, 9, 21), (1, 2, 9, 21)))
+    return {
+        "float64": (make_call(Shape(T=9, S=21), np.float64), "float64"),
+        "deterministic broadcast bias": (
+            make_call(Shape(T=9, S=21), bias=broadcast, deterministic_gradients=True),
+            "deterministic_gradients",
+        ),
+        "deterministic full bias": (
+            make_call(Shape(T=9, S=21), bias=full, deterministic_gradients=True),
+            None,
+        ),
+    }[name]
+
+
+def test_float64_is_not_for_the_kernels():
+    with jax.enable_x64(True):
+        call, reason = limited("float64")
+        with pytest.raises(NotImplementedError, match=f"cuda.*{reason}"):
+            lowered(call)
+        with pytest.warns(RuntimeWarning, match=reason):
+            text = lowered(call, implementation=None)
+    assert "jaxflash_" not in text
+
+
+def test_deterministic_gradients_of_a_broadcast_bias_are_not_for_the_kernels():
+    """The backward pass alone is left to `xla`."""
+    call, reason = limited("deterministic broadcast bias")
+    with pytest.raises(NotImplementedError, match=f"cuda.*{reason}"):
+        lowered(call)
+    assert "jaxflash_forward" in lowered(call, gradients=False)
+    with pytest.warns(RuntimeWarning, match=reason):
+        text = lowered(call, implementation=None)
+    assert "jaxflash_forward" in text
+    assert "jaxflash_backward" not in text
+
+
+def test_other_deterministic_gradients_are():
+    text = lowered(limited("deterministic full bias")[0])
+    assert attributes(text, "jaxflash_backward")["deterministic"] == "1 : i64"
+
+
+def test_export_for_both_platforms():
+    """One program for CPU and CUDA with the calls of each; made here, run on whichever is there."""
+    call = make_call(Shape(T=9, S=21), is_causal=True)
+
+    def run(arrays):
+        return flash_attention(**arrays, **call.options, implementation="native")
+
+    exported = export(
+        jax.jit(run), jax.tree.map(jnp.asarray, call.arrays), platforms=["cpu", "cuda"]
+    )
+    lines = [line for line in exported.mlir_module().splitlines() if "@jaxflash_forward(" in line]
+    assert sorted("precision" in line for line in lines) == [False, True]
+    np.testing.assert_allclose(exported.call(call.arrays), jax.jit(run)(call.arrays), rtol=1e-6)
