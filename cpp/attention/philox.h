@@ -28,8 +28,8 @@ struct WideProduct {
 
 // `multiply` is the WideProduct of U and uint32_t.
 template <class U, class Multiply>
-JAXFLASH_INLINE PhiloxWords<U> philox_by(PhiloxWords<U> counter, const uint32_t (&key)[2],
-                                         Multiply multiply) {
+JAXFLASH_INLINE PhiloxWords<U> philox(PhiloxWords<U> counter, const uint32_t (&key)[2],
+                                      Multiply multiply) {
   constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   uint32_t key0 = key[0], key1 = key[1];
@@ -47,14 +47,6 @@ JAXFLASH_INLINE PhiloxWords<U> philox_by(PhiloxWords<U> counter, const uint32_t 
   return counter;
 }
 
-// `multiply_high` is the upper half of the 64-bit product of U and uint32_t.
-template <class U, class MultiplyHigh>
-JAXFLASH_INLINE PhiloxWords<U> philox(PhiloxWords<U> counter, const uint32_t (&key)[2],
-                                      MultiplyHigh multiply_high) {
-  return philox_by<U>(counter, key,
-                      [&](U a, uint32_t b) { return WideProduct<U>{multiply_high(a, b), a * b}; });
-}
-
 // The Philox counter words that (i, j) shares with the seven others of its call.
 JAXFLASH_INLINE uint32_t dropout_row_word(int64_t i) {
   return static_cast<uint32_t>((i >> 4) * 8 + (i & 7));
@@ -66,6 +58,14 @@ JAXFLASH_INLINE uint32_t dropout_column_word(int64_t j) {
 // Which 16 bits of its call (i, j) takes: word lane / 2, upper half where lane is odd.
 JAXFLASH_INLINE int dropout_lane(int64_t i, int64_t j) {
   return static_cast<int>(((i >> 3) & 1) * 4 + ((j >> 3) & 1) * 2 + (j & 1));
+}
+
+// Whether a lane is kept: its draw is the threshold at least. Compared in the upper halves of
+// words, so that odd lanes are not shifted.
+template <class U>
+JAXFLASH_INLINE auto dropout_keeps(const PhiloxWords<U>& draws, int lane, uint32_t threshold) {
+  const U word = draws.word[lane / 2];
+  return (lane % 2 != 0 ? word : word << 16) >= threshold << 16;
 }
 
 // What a kept probability is multiplied by.

@@ -91,11 +91,12 @@ struct Cotangents {
 
 // Batch `b` as one index a batch dim, worth keeping where several operands are addressed.
 struct BatchIndex {
+  int rank;
   int64_t at[kMaxBatchDims];
 };
 
 JAXFLASH_INLINE BatchIndex batch_index(const Problem& problem, int64_t b) {
-  BatchIndex index = {};
+  BatchIndex index = {problem.batch_rank, {}};
   for (int dim = kMaxBatchDims - 1; dim > 0; --dim) {  // constant bounds: `at` stays in registers
     if (dim >= problem.batch_rank) continue;
     index.at[dim] = b % problem.batch_size[dim];
@@ -108,7 +109,10 @@ JAXFLASH_INLINE BatchIndex batch_index(const Problem& problem, int64_t b) {
 // Element offset of a batch in an operand.
 JAXFLASH_INLINE int64_t batch_offset(const Tensor& tensor, const BatchIndex& index) {
   int64_t offset = 0;
-  for (int dim = 0; dim < kMaxBatchDims; ++dim) offset += index.at[dim] * tensor.batch[dim];
+  for (int dim = 0; dim < kMaxBatchDims; ++dim) {  // constant bounds, as above
+    if (dim >= index.rank) break;
+    offset += index.at[dim] * tensor.batch[dim];
+  }
   return offset;
 }
 JAXFLASH_INLINE int64_t batch_offset(const Problem& problem, const Tensor& tensor, int64_t b) {

@@ -256,8 +256,8 @@ JAXFLASH_INLINE Vec<T> logit(const LogitRules<T>& rules, const RowTile<T>& tile,
                              int64_t key, int64_t at, Int<T> position, Vec<T> product) {
   Vec<T> s = product * rules.scale;
   if (rules.soft_cap != 0) {
-    const auto capped = soft_capped(s, rules.soft_cap, Tanh<T>());
-    s = capped.value;
+    const auto capped = soft_capped(s / rules.soft_cap, Tanh<T>());
+    s = capped.in_caps * rules.soft_cap;
     store(rules.slope + at, capped.slope);
   }
   if (rules.addend != nullptr) {
@@ -304,10 +304,11 @@ inline void multiply_tile(int64_t key_count, int64_t width, const T* factors, T*
 typedef uint32_t RowWords __attribute__((vector_size(32)));
 typedef uint64_t WideRowWords __attribute__((vector_size(64)));
 
-struct MultiplyHigh {
-  JAXFLASH_INLINE RowWords operator()(RowWords a, uint32_t b) const {
-    return __builtin_convertvector(
-        (__builtin_convertvector(a, WideRowWords) * static_cast<uint64_t>(b)) >> 32, RowWords);
+struct MultiplyWide {
+  JAXFLASH_INLINE WideProduct<RowWords> operator()(RowWords a, uint32_t b) const {
+    const WideRowWords product =
+        __builtin_convertvector(a, WideRowWords) * static_cast<uint64_t>(b);
+    return {__builtin_convertvector(product >> 32, RowWords), a * b};
   }
 };
 
@@ -328,14 +329,14 @@ inline void dropout_factors(const Problem& problem, const RowTile<T>& tile, Rang
     for (int64_t pair = 0; pair < count; pair += (pair % 8 == 6) ? 10 : 2) {
       PhiloxWords<RowWords> draws = {{row_word, RowWords{} + dropout_column_word(keys.begin + pair),
                                       RowWords{} + words[2], RowWords{} + words[3]}};
-      draws = philox(draws, key, MultiplyHigh());
+      draws = philox(draws, key, MultiplyWide());
       for (int half = 0; half < 2; ++half) {
         for (int side = 0; side < 2; ++side) {
           for (int odd = 0; odd < 2; ++odd) {
-            const int lane = dropout_lane(half * 8, side * 8 + odd);
-            const RowWords draw = (draws.word[lane / 2] >> (16 * (lane % 2))) & 0xffffu;
+            const auto kept =
+                dropout_keeps(draws, dropout_lane(half * 8, side * 8 + odd), threshold);
             T* const to = factors + (pair + side * 8 + odd) * kTileRows + row + half * 8;
-            for (int r = 0; r < 8; ++r) to[r] = draw[r] >= threshold ? keep : T(0);
+            for (int r = 0; r < 8; ++r) to[r] = kept[r] ? keep : T(0);
           }
         }
       }

@@ -46,6 +46,13 @@ const Kernel* find_kernel(const Problem& problem) {
   return best;
 }
 
+// A bias of float64 is none of theirs: whoever calls converts it.
+Error refusal(const Problem& problem) {
+  const bool wide = problem.bias.data != nullptr && problem.bias.dtype == DType::kF64;
+  return wide ? "jaxflash: the bias is float64; CUDA kernels take bfloat16, float16 and float32"
+              : nullptr;
+}
+
 constexpr Error kUnsupported =
     "jaxflash: no CUDA kernel for this dtype and head dim; there are "
 #define JAXFLASH_KERNEL(T, D, Policy) #T " " #D " (" #Policy "), "
@@ -166,6 +173,7 @@ size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& r
 
 Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
               Stream stream) {
+  if (const Error error = refusal(problem)) return error;
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);
@@ -174,6 +182,7 @@ Error forward(const Problem& problem, const ForwardResults& results, Precision p
 
 Error backward(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results,
                Precision precision, Stream stream) {
+  if (const Error error = refusal(problem)) return error;
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);

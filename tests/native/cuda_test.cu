@@ -532,7 +532,10 @@ std::vector<Case> cases() {
   add("bias bf16", [](Case& c) { c.bias = {0, 0, 0, 0}, c.bias_dtype = DType::kBF16; });
   add("bias of heads", [](Case& c) { c.bias = {1, 0, 0, 0}, c.bias_dtype = DType::kBF16; });
   add("bias of keys", [](Case& c) { c.bias = {0, 1, 1, 0}; });
-  add("bias of rows", [](Case& c) { c.bias = {1, 1, 0, 1}, c.bias_dtype = DType::kF64; });
+  add("bias of rows", [](Case& c) { c.bias = {1, 1, 0, 1}; });
+  add("bias and mask", [](Case& c) {
+    c.bias = {0, 0, 0, 0}, c.bias_dtype = DType::kBF16, c.mask = true, c.mask_shape = {0, 0, 0, 0};
+  });
   add("bias of all", [](Case& c) { c.bias = {1, 0, 1, 1}, c.bias_dtype = DType::kF16; });
   add("all", [](Case& c) {
     c.lengths = c.segments = c.mask = c.sinks = c.dropout = true;
@@ -547,6 +550,8 @@ std::vector<Case> cases() {
       {2, 37, 53, 2, 1, 17, 5},     {1, 1, 1, 1, 1, 1, 1},         {2, 300, 257, 2, 2, 32, 32},
       {2, 140, 200, 2, 1, 96, 96},  {1, 150, 300, 2, 1, 192, 128}, {1, 130, 200, 2, 2, 256, 256},
       {1, 513, 700, 6, 2, 64, 128}, {2, 0, 5, 2, 2, 8, 8},         {2, 5, 0, 2, 2, 8, 8},
+      // Rows of bias and mask in aligned pieces of 16 bytes.
+      {2, 150, 352, 2, 1, 64, 64},  {1, 300, 208, 2, 2, 128, 128}, {1, 70, 272, 2, 2, 200, 256},
   };
   std::vector<Case> all;
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {

@@ -11,16 +11,6 @@
 
 namespace jaxflash::cuda::sm80 {
 
-__device__ __forceinline__ void store_element(BF16, uint16_t* to, float x) {
-  *to = static_cast<uint16_t>(pack(BF16(), x, 0.f));
-}
-__device__ __forceinline__ void store_element(F16, uint16_t* to, float x) {
-  *to = static_cast<uint16_t>(pack(F16(), x, 0.f));
-}
-__device__ __forceinline__ void store_element(F32, uint32_t* to, float x) {
-  *to = __float_as_uint(x);
-}
-
 // One warp a row. A split that saw nothing has a maximum of -inf, and weight 0.
 template <class T, int D>
 __global__ void combine_kernel(const __grid_constant__ ForwardParams params) {

@@ -12,22 +12,6 @@
 
 namespace jaxflash::cuda::sm80 {
 
-// Two neighbours of a row, or only the first; `aligned`: they may be stored as one.
-template <class T>
-__device__ __forceinline__ void store_pair(T, typename T::Bits* to, float x, float y, bool both,
-                                           bool aligned) {
-  if (both && aligned) {
-    if constexpr (kIsFloat<T>) {
-      *reinterpret_cast<float2*>(to) = {x, y};
-    } else {
-      *reinterpret_cast<uint32_t*>(to) = pack(T(), x, y);
-    }
-    return;
-  }
-  store_element(T(), to, x);
-  if (both) store_element(T(), to + 1, y);
-}
-
 // One warp a strip of 16 rows of one head. Of each 8-column block a thread holds four consecutive
 // floats: rows lane / 4 (two) and lane / 4 + 8 (two), columns 2 * (lane % 4) and the next.
 template <class T>
@@ -97,17 +81,11 @@ static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams pa
   void* const to = params.cotangent.data;
   switch (params.cotangent.dtype) {
     case DType::kBF16:
-      static_cast<__nv_bfloat16*>(to)[at] = from_float<__nv_bfloat16>(sums[at]);
-      break;
+      return store_element(BF16(), static_cast<uint16_t*>(to) + at, sums[at]);
     case DType::kF16:
-      static_cast<__half*>(to)[at] = from_float<__half>(sums[at]);
-      break;
-    case DType::kF32:
-      static_cast<float*>(to)[at] = sums[at];
-      break;
+      return store_element(F16(), static_cast<uint16_t*>(to) + at, sums[at]);
     default:
-      static_cast<double*>(to)[at] = sums[at];
-      break;
+      return store_element(F32(), static_cast<uint32_t*>(to) + at, sums[at]);
   }
 }
 

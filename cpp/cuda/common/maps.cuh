@@ -49,7 +49,7 @@ static __global__ void mask_map_kernel(const __grid_constant__ Problem problem,
   at /= row_tiles;
   const int64_t head = at % heads;
   at /= heads;
-  BatchIndex index = {};
+  BatchIndex index = {problem.batch_rank, {}};
   for (int dim = kMaxBatchDims - 1; dim >= 0; --dim) {
     if (dim >= problem.batch_rank || mask.batch[dim] == 0) continue;
     index.at[dim] = at % problem.batch_size[dim];
@@ -60,20 +60,34 @@ static __global__ void mask_map_kernel(const __grid_constant__ Problem problem,
   const int keys = mask.column == 0 ? 1 : min_of(tile_keys, problem.key_length - first_key);
   const auto* from = static_cast<const uint8_t*>(mask.data) + batch_offset(mask, index) +
                      head * mask.head + first_row * mask.row + first_key * mask.column;
-  int shown = 0, hidden = 0;
-  for (int i = threadIdx.x; i < rows * keys; i += blockDim.x) {
-    const bool visible = from[i / keys * mask.row + i % keys * mask.column] != 0;
-    shown |= visible;
-    hidden |= !visible;
+  uint32_t shown = 0, hidden = 0;
+  const auto look = [&](uint32_t four) {
+    shown |= four;
+    hidden |= __vcmpeq4(four, 0);
+  };
+  const bool vectors = mask.column == 1 && keys % 16 == 0 &&
+                       (reinterpret_cast<uintptr_t>(from) | mask.row) % 16 == 0;
+  if (vectors) {
+    const int chunks = keys / 16;
+    for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
+      const auto chunk =
+          *reinterpret_cast<const uint4*>(from + i / chunks * mask.row + i % chunks * 16);
+      look(chunk.x), look(chunk.y), look(chunk.z), look(chunk.w);
+    }
+  } else {
+    for (int i = threadIdx.x; i < rows * keys; i += blockDim.x) {
+      const uint32_t visible = from[i / keys * mask.row + i % keys * mask.column];
+      look(visible * 0x01010101);
+    }
   }
-  shown = __syncthreads_or(shown);
-  hidden = __syncthreads_or(hidden);
+  shown = __syncthreads_or(shown != 0);
+  hidden = __syncthreads_or(hidden != 0);
   if (threadIdx.x == 0) {
     static_cast<TileVisibility*>(map.data)[batch_offset(map, index) + head * map.head +
                                            row_tile * map.row + key_tile * map.column] =
-        !shown   ? TileVisibility::kNone
-        : hidden ? TileVisibility::kSome
-                 : TileVisibility::kAll;
+        shown == 0    ? TileVisibility::kNone
+        : hidden != 0 ? TileVisibility::kSome
+                      : TileVisibility::kAll;
   }
 }
 

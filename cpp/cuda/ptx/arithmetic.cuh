@@ -34,7 +34,12 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return packed;
 }
 
-// ld.shared.b32, ld.shared.v2.b32, ld.shared.v4.b32, PTX ISA "Data Movement: ld".
+// ld.shared.u16, ld.shared.b32, ld.shared.v2.b32, ld.shared.v4.b32, PTX ISA "Data Movement: ld".
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");
+  return half;
+}
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");

@@ -112,7 +112,8 @@ struct Backward {
   static constexpr int kProbabilityAt = kGradientAt + kPairStages * kPairBytes;
   static constexpr int kStatisticsAt =  // [stage][3][row]
       kProbabilityAt + (kOwnsKeys ? 0 : kPairStages * kPairBytes);
-  static_assert(kStatisticsAt + 3 * kStages * kRows * 4 == kTile.shared_bytes(D, kSize<T>));
+  static constexpr int kArraysAt = kStatisticsAt + 3 * kStages * kRows * 4;  // as staged
+  static_assert(kArraysAt == kTile.shared_bytes(D, kSize<T>));
 };
 
 // A head as the backward kernel sees it.
@@ -303,6 +304,9 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const uint32_t first_barrier = static_cast<uint32_t>(__cvta_generic_to_shared(rows_arrived));
   const bool only_async_copies =
       params.vectors.query && params.vectors.output && params.vectors.key && params.vectors.value;
+  const auto arrays_of = [&](int stage) {
+    return array_tiles(params.staging, base + K::kArraysAt, stage);
+  };
   const auto load_rows = [&](const Item& item, int stage) {
     if (item.checks == kHidden) return;
     const BackwardView& view = views[item.view];
@@ -323,6 +327,12 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
       ptx::cp_async_4(to, view.logit_max + row * params.statistics.logit_max.row, exists);
       ptx::cp_async_4(to + 4 * kRows, view.log_sum + row * params.statistics.log_sum.row, exists);
       ptx::cp_async_4(to + 8 * kRows, view.delta + row * params.delta.row, exists);
+    }
+    if constexpr (Policy::kEverything) {
+      load_arrays<kRows, kKeys, kThreads>(problem, view.head, arrays_of(stage), item.checks,
+                                          item.tile * kRows, first_key);
+      prefetch_rules<kRows, kKeys, kThreads>(problem, view.head, params.staging, item.checks, first,
+                                             first_key);
     }
     if (only_async_copies) {
       ptx::cp_async_mbarrier_arrive(first_barrier + 8 * stage);
@@ -438,12 +448,14 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     }
     float factor = kLog2E;
     if constexpr (Policy::kEverything) {
-      apply_rules(
-          problem, view.head, item.checks, first_row, key,
+      const TilePlace place = {item.tile * kRows, first_key, row, logits.column};
+      apply_rules<T, Policy, kKeys>(
+          problem, view.head, item.checks, arrays_of(stage), place,
           [&](int strip, int block, int i, float slope) {
             if (!wants_bias) g[strip][block][i] *= slope;
           },
           s);
+      factor *= logit_unit<T, Policy>(problem, view.head).nats;
     } else {
       factor *= view.head.scale;
     }
@@ -471,13 +483,20 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
       }
     }
   };
+  // The rows of the bias's cotangent, where it is stored by tiles, from the block's first key on.
+  const auto bias_rows = [&](const HeadView& head) {
+    const Tensor& bias = params.bias_cotangent;
+    const Rows rows = rows_of(bias, head.index, head.head, 0, kSize<T>, true);
+    return Rows{static_cast<const char*>(rows.data) + first_key * kSize<T>, rows.stride,
+                static_cast<int>(problem.key_length) - first_key, true};
+  };
   // The bias's share of the gradients g; then they are those of the capped logits. Overwrites s.
   const auto take_bias_cotangent = [&](const BackwardView& view, int row, Logits& s, Logits& g) {
     const int first_row = item.tile * kRows + row;
     const int key = first_key + logits.column;
     if (params.bias_sums) {
       add_bias_cotangent(problem, params.bias_cotangent, view.head, first_row, key, g);
-    } else {
+    } else if (!params.bias_by_tiles) {
       store_bias_cotangent(problem, params.bias_cotangent, view.head, first_row, key, g);
     }
     if (problem.soft_cap == 0) return;
@@ -567,9 +586,10 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     const bool goes_on = next.head < params.heads;
     const int next_stage = computes ? stage ^ (kStages - 1) : stage;
     if (kStages > 1 && goes_on) load_rows(next, next_stage);
-    if (Policy::kEverything && goes_on && next.checks != kHidden) {
-      prefetch_rules<kRows, kKeys, kThreads>(problem, views[next.view].head, next.checks,
-                                             int64_t{next.tile} * kRows, first_key);
+    if (computes && wants_bias && params.bias_by_tiles) {
+      store_tile<PairLayout, kRows, kThreads>(gradient_tile(), bias_rows(view.head),
+                                              int64_t{item.tile} * kRows,
+                                              view.head.extent.query_length, threadIdx.x);
     }
     if constexpr (!K::kOwnsKeys) {
       if (computes) {

@@ -15,8 +15,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
   const auto kernel = backward_kernel<T, D, Policy>;
   const auto tile_for = [](int a) { return backward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
   if (launch) {
-    const auto shared = [&](int a) { return tile_for(a).shared_bytes(D, kSize<T>); };
-    if (const Error error = prepare_kernel(kernel, cache, shared, arch)) return error;
+    if (const Error error = prepare_kernel(kernel, cache, most_shared_bytes, arch)) return error;
   }
   const BackwardTile tile = tile_for(arch);
   const Problem& problem = params.problem;
@@ -52,7 +51,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
   if (params.bias_cotangent.data != nullptr && bias.elements > 0) {
     // Sums start from zero, and hidden tiles are not visited.
     const DType dtype = params.bias_sums ? DType::kF32 : bias.cotangent.dtype;
-    const int64_t size = dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+    const int64_t size = dtype == DType::kF32 ? 4 : 2;
     cudaMemsetAsync(params.bias_cotangent.data, 0, bias.elements * size, stream);
   }
   params.schedule.tiles = static_cast<uint32_t>(key_tiles);
@@ -61,9 +60,18 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
       tiles_of(512, std::max<int64_t>(key_tiles, 1)), 1, std::max<int64_t>(key_heads, 1)));
   // Turns are waited for: what a block waits for must have started before it.
   params.schedule.last_first = deterministic;
+  int shared = tile.shared_bytes(D, kSize<T>);
+  if (Policy::kEverything) {
+    params.staging =
+        stage_arrays(problem, tile.rows * tile.keys, tile.stages, most_shared_bytes(arch), shared);
+    // Tiles of gradients of logits are those of the bias, but for a soft cap's slope.
+    params.bias_by_tiles = !params.bias_sums && bias.cotangent.dtype == T::kDType &&
+                           problem.soft_cap == 0 &&
+                           allows_vectors(params.bias_cotangent, problem.key_length, kSize<T>);
+  }
   if (key_heads * key_tiles > 0) {
-    kernel<<<static_cast<unsigned>(key_heads * key_tiles), tile.threads(),
-             tile.shared_bytes(D, kSize<T>), stream>>>(params);
+    kernel<<<static_cast<unsigned>(key_heads * key_tiles), tile.threads(), shared, stream>>>(
+        params);
   }
   if (wants_query && query_heads * params.strips > 0) {
     finish.query_sums = params.query_sums;

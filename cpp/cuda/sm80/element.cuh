@@ -25,6 +25,10 @@ struct F32 {
   using Bits = uint32_t;
   static constexpr DType kDType = DType::kF32;
 };
+struct Bool {
+  using Bits = uint8_t;
+  static constexpr DType kDType = DType::kBool;
+};
 
 template <class T>
 inline constexpr int kSize = sizeof(typename T::Bits);
@@ -49,6 +53,32 @@ __device__ __forceinline__ float float_of(F16, uint32_t bits) {
   return x;
 }
 __device__ __forceinline__ float float_of(F32, uint32_t bits) { return __uint_as_float(bits); }
+
+__device__ __forceinline__ void store_element(BF16, uint16_t* to, float x) {
+  *to = static_cast<uint16_t>(pack(BF16(), x, 0.f));
+}
+__device__ __forceinline__ void store_element(F16, uint16_t* to, float x) {
+  *to = static_cast<uint16_t>(pack(F16(), x, 0.f));
+}
+__device__ __forceinline__ void store_element(F32, uint32_t* to, float x) {
+  *to = __float_as_uint(x);
+}
+
+// Two neighbours of a row, or only the first; `aligned`: they may be stored as one.
+template <class T>
+__device__ __forceinline__ void store_pair(T, typename T::Bits* to, float x, float y, bool both,
+                                           bool aligned) {
+  if (both && aligned) {
+    if constexpr (kIsFloat<T>) {
+      *reinterpret_cast<float2*>(to) = {x, y};
+    } else {
+      *reinterpret_cast<uint32_t*>(to) = pack(T(), x, y);
+    }
+    return;
+  }
+  store_element(T(), to, x);
+  if (both) store_element(T(), to + 1, y);
+}
 
 // One operand of a product as it lies in registers: kWords 32-bit words of elements. Floats are
 // split into two TF32 numbers whose sum they are to within 2^-22.

@@ -33,18 +33,19 @@ __device__ __forceinline__ Rows rows_of(const Tensor& tensor, const BatchIndex& 
           static_cast<int>(columns), vectors};
 }
 
-// Where logits become exponents: logits in units of `unit` nats; in the exponent of 2 that is
-// `factor` a unit. With 16-bit operands the exponent is one multiply-add, x * factor - reference,
-// whose reference is the rounded maximum * factor; with floats (x - maximum) * factor, exact where
-// logits are huge.
+// Where logits become exponents of 2: `factor` a unit that logits are held in. A row's exponents
+// are relative to a reference, the maximum of its logits at some time. With 16-bit operands that is
+// an exponent itself, and the rest one multiply-add, x * factor - reference; with floats it is a
+// logit: (x - reference) * factor is exact where logits are huge.
 template <class T>
 struct Exponent {
-  float unit;
   float factor;
 
-  __device__ __forceinline__ float reference(float maximum) const {
-    if (maximum == minus_infinity()) return 0.f;  // nothing seen yet: every exponent is -inf
-    return kIsFloat<T> ? maximum : maximum * factor;
+  // Of a row that saw nothing yet: below any logit's, and finite, so that hidden keys get 0.
+  static constexpr float kNothing = -3.402823466e38f;
+
+  __device__ __forceinline__ float reference(float logit) const {
+    return kIsFloat<T> ? logit : logit * factor;
   }
   __device__ __forceinline__ float of(float x, float reference) const {
     return kIsFloat<T> ? (x - reference) * factor : fmaf(x, factor, -reference);
@@ -52,24 +53,37 @@ struct Exponent {
   __device__ __forceinline__ float difference(float reference, float from) const {
     return kIsFloat<T> ? (reference - from) * factor : reference - from;
   }
-  // Log-sum-exp in two parts: the maximum in nats, and the log of the sum relative to it, which
-  // makes good for the rounding of both maximum and reference.
-  __device__ __forceinline__ float logit_max(float maximum) const { return maximum * unit; }
-  __device__ __forceinline__ float log_sum(float maximum, float sum) const {
-    const float roundings = kIsFloat<T> ? 0.f
-                                        : fmaf(maximum, unit, -logit_max(maximum)) -
-                                              kLn2 * fmaf(maximum, factor, -reference(maximum));
-    return logf(sum) + roundings;
+  // The log-sum-exp in two parts: the reference in nats, and the log of the sum relative to it,
+  // which makes good for the rounding of the first.
+  static __device__ __forceinline__ float logit_max(float reference) {
+    return kIsFloat<T> ? reference : reference * kLn2;
+  }
+  static __device__ __forceinline__ float log_sum(float reference, float sum) {
+    constexpr float kRest = 7.3486931e-9f;  // 1 / kLog2E = kLn2 + kRest
+    const float rounding = fmaf(reference, kLn2, -logit_max(reference)) + reference * kRest;
+    return logf(sum) + (kIsFloat<T> ? 0.f : rounding);
   }
 };
 
-// Logits leave apply_rules in nats. Ranges leave them as products, in units of the scale.
 template <class T, class Policy>
-__device__ __forceinline__ Exponent<T> exponent_of(const HeadView& view) {
-  const float scale = fabsf(view.scale);
-  const float unit = Policy::kEverything || scale == 0.f ? 1.f : scale;
-  return {unit, unit * kLog2E};
+__device__ __forceinline__ Exponent<T> exponent_of(const Problem& problem, const HeadView& view) {
+  return {logit_unit<T, Policy>(problem, view).nats * kLog2E};
 }
+
+// Tiles of keys [begin, end).
+struct KeyTiles {
+  int begin, end;
+
+  __device__ __forceinline__ bool contain(int tile) const { return tile >= begin && tile < end; }
+};
+
+// A block's tile of rows, and the tiles of keys that every row sees whole. In shared memory, as the
+// view.
+struct BlockTiles {
+  int row_tile;
+  int first_row;
+  KeyTiles whole_keys;
+};
 
 template <class T, int D, class Policy>
 struct Forward {
@@ -84,19 +98,26 @@ struct Forward {
 
   const ForwardParams& params;
   const Problem& problem;
-  HeadView& view;
-  uint32_t query_tile, key_tile, value_tile;  // shared memory; stages follow one another
+  const HeadView& view;
+  const BlockTiles& tiles;
+  // Shared memory; stages follow one another.
+  uint32_t query_tile, key_tile, value_tile, arrays;
 
   float output[kStrips][kValueBlocks][4];
-  float maximum[kStrips][2];  // of each row so far, by half; in the exponent's unit
-  float sum[kStrips][2];      // this thread's share
+  float reference[kStrips][2];  // of each row, by half
+  float sum[kStrips][2];        // this thread's share
 
   __device__ __forceinline__ int first_strip_row() const {
     return (threadIdx.x >> 5) * kStrips * 16;
   }
 
-  __device__ __forceinline__ void load_keys(int tile, int stage) const {
-    const int64_t first = int64_t{tile} * kKeys;
+  __device__ __forceinline__ ArrayTiles array_tiles_of(int stage) const {
+    return array_tiles(params.staging, arrays, stage);
+  }
+
+  // Keys and values of a tile, and what apply_rules will read for this block's rows.
+  __device__ __forceinline__ void load_keys(const Visit& visit, int stage) const {
+    const int first = visit.tile * kKeys;
     load_tile<Layout, kKeys, kThreads>(
         key_tile + stage * kKeyBytes,
         {view.key, problem.key.row, static_cast<int>(problem.head_dim), params.vectors.key}, first,
@@ -105,6 +126,12 @@ struct Forward {
         value_tile + stage * kKeyBytes,
         {view.value, problem.value.row, static_cast<int>(problem.value_dim), params.vectors.value},
         first, view.extent.key_length);
+    if constexpr (Policy::kEverything) {
+      load_arrays<kRows, kKeys, kThreads>(problem, view, array_tiles_of(stage), visit.checks,
+                                          tiles.first_row, first);
+      prefetch_rules<kRows, kKeys, kThreads>(problem, view, params.staging, visit.checks,
+                                             tiles.first_row, first);
+    }
     ptx::cp_async_commit();
   }
 
@@ -123,7 +150,9 @@ struct Forward {
     for (int i = 0; i < kStrips * kKeyBlocks * 4; ++i) {
       s[i / (4 * kKeyBlocks)][i / 4 % kKeyBlocks][i % 4] = 0.f;
     }
-#pragma unroll
+    // No more loads ahead of their use than registers have room for.
+    constexpr int kUnroll = kIsFloat<T> ? 2 : kSteps < 4 ? kSteps : 4;
+#pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       OperandA<T> a[kStrips];
       query_of(a, step);
@@ -141,13 +170,12 @@ struct Forward {
     }
   }
 
-  // Moves the maxima on, shrinks what was summed relative to the old ones; the references.
+  // Moves the references on to the maxima, and shrinks what was summed relative to the old ones.
   //
-  // A maximum that would move by less than 2^8 in every row of the warp stays: numerator and
-  // denominator share it, so the result is the same, and the sums are spared a multiplication.
-  __device__ __forceinline__ void move_maxima(const float (&s)[kStrips][kKeyBlocks][4],
-                                              const Exponent<T>& exponent,
-                                              float (&reference)[kStrips][2]) {
+  // References that would move by less than 2^8 in every row of the warp stay: numerator and
+  // denominator share them, so the result is the same, and the sums are spared a multiplication.
+  __device__ __forceinline__ void move_references(const float (&s)[kStrips][kKeyBlocks][4],
+                                                  const Exponent<T>& exponent) {
     float peak[kStrips][2];
     bool moves = false;
 #pragma unroll
@@ -161,64 +189,52 @@ struct Forward {
           x = fmaxf(x, fmaxf(s[strip][block][2 * half], s[strip][block][2 * half + 1]));
         }
         x = quad_max(x);
-        moves |= (x - maximum[strip][half]) * exponent.factor > 8.f;
+        moves |= exponent.of(x, reference[strip][half]) > 8.f;
       }
     }
-    if (__any_sync(0xffffffffu, moves)) {
-#pragma unroll
-      for (int strip = 0; strip < kStrips; ++strip) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float old = maximum[strip][half];
-          const float now = fmaxf(old, peak[strip][half]);
-          const float shrink =
-              old == minus_infinity()
-                  ? 0.f
-                  : ptx::ex2(exponent.difference(exponent.reference(old), exponent.reference(now)));
-          maximum[strip][half] = now;
-          sum[strip][half] *= shrink;
-#pragma unroll
-          for (int block = 0; block < kValueBlocks; ++block) {
-            output[strip][block][2 * half] *= shrink;
-            output[strip][block][2 * half + 1] *= shrink;
-          }
-        }
-      }
-    }
+    if (!__any_sync(0xffffffffu, moves)) return;
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        reference[strip][half] = exponent.reference(maximum[strip][half]);
+        const float old = reference[strip][half];
+        const float now = fmaxf(old, exponent.reference(peak[strip][half]));
+        const float shrink = ptx::ex2(exponent.difference(old, now));
+        reference[strip][half] = now;
+        sum[strip][half] *= shrink;
+#pragma unroll
+        for (int block = 0; block < kValueBlocks; ++block) {
+          output[strip][block][2 * half] *= shrink;
+          output[strip][block][2 * half + 1] *= shrink;
+        }
       }
     }
   }
 
   // Logits to probabilities relative to the references, 16 keys at a time, and their products with
   // the values: the exponentials of one step run while the products of the last are under way.
-  __device__ __forceinline__ void add_values(int stage, int64_t row, int64_t first_key,
+  template <bool kDropout>
+  __device__ __forceinline__ void add_values(int stage, const TilePlace& place,
                                              const Exponent<T>& exponent,
-                                             const float (&reference)[kStrips][2],
                                              float (&s)[kStrips][kKeyBlocks][4]) {
-    const bool drops = Policy::kEverything && problem.dropout_threshold != 0;
-    KeptBits<kStrips, kKeyBlocks> kept;
-    if (drops) kept.draw(problem, view, row, first_key);
     const ColumnsB<Layout, D / 16> values(value_tile + stage * kKeyBytes, 0);
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; block += 2) {
 #pragma unroll
       for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < 8; i += 2) {
           float& x = s[strip][block + i / 4][i % 4];
+          float& y = s[strip][block + i / 4][i % 4 + 1];
           x = ptx::ex2(exponent.of(x, reference[strip][i / 2 % 2]));
-          sum[strip][i / 2 % 2] += x;
+          y = ptx::ex2(exponent.of(y, reference[strip][i / 2 % 2]));
+          sum[strip][i / 2 % 2] += x + y;
         }
-        if (drops) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if (!kept.kept(strip, block + i / 4, i % 4)) s[strip][block + i / 4][i % 4] = 0.f;
-          }
+        if (kDropout && (!kIsFloat<T> || problem.dropout_threshold != 0)) {
+          for_each_draw(problem, view, place.first_row + place.row + 16 * strip,
+                        place.first_key + 8 * block, [&](int i, bool kept) {
+                          if (!kept) s[strip][block + i / 4][i % 4] = 0.f;
+                        });
         }
       }
 #pragma unroll
@@ -228,6 +244,8 @@ struct Forward {
         for (int strip = 0; strip < kStrips; ++strip) p[strip] = accumulator_a<T>(s[strip], step);
 #pragma unroll
         for (int column = 0; column < kValueBlocks; column += 2) {
+          // Floats: keeps loads from being moved further ahead than there are registers for.
+          if (kIsFloat<T> && column % 8 == 0) __syncwarp();
           const OperandB<T> b = values.load(step, column / 2);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -242,10 +260,9 @@ struct Forward {
   }
 
   // Turns sums into results: the warp's rows of output, and their statistics.
-  __device__ __forceinline__ void finish(int64_t first_row, int split,
-                                         const Exponent<T>& exponent) {
+  __device__ __forceinline__ void finish(int split) {
     const int lane = lane_id();
-    const int64_t warp_row = first_row + first_strip_row();
+    const int64_t warp_row = tiles.first_row + first_strip_row();
     const bool whole = params.splits == 1;
     const int64_t split_rows =
         (split * int64_t{params.schedule.heads} + view.batch * problem.query_heads + view.head) *
@@ -268,8 +285,7 @@ struct Forward {
       for (int half = 0; half < 2; ++half) {
         const int64_t row = warp_row + 16 * strip + 8 * half + lane / 4;
         const float total = quad_sum(sum[strip][half]);
-        const float peak = maximum[strip][half];
-        const bool sees = peak != minus_infinity() && row < view.extent.query_length;
+        const bool sees = total != 0.f && row < view.extent.query_length;
         const float normalise = sees ? kept / total : 0.f;
 #pragma unroll
         for (int block = 0; block < kValueBlocks; ++block) {
@@ -281,9 +297,9 @@ struct Forward {
         if (row >= problem.query_length) continue;
         if (lane % 4 == 0) {
           logit_max[row * (whole ? statistics.logit_max.row : 1)] =
-              sees ? exponent.logit_max(peak) : minus_infinity();
+              sees ? Exponent<T>::logit_max(reference[strip][half]) : minus_infinity();
           log_sum[row * (whole ? statistics.log_sum.row : 1)] =
-              sees ? exponent.log_sum(peak, total) : 0.f;
+              sees ? Exponent<T>::log_sum(reference[strip][half], total) : 0.f;
         }
         if (!whole) {
           float* const to = params.split_output + (split_rows + row) * D + 2 * (lane % 4);
@@ -310,13 +326,17 @@ struct Forward {
     store_tile<Layout, 16 * kStrips, 32>(tile, rows, warp_row, problem.query_length, lane);
   }
 
-  __device__ __forceinline__ void start_rows(float first_maximum, float first_sum) {
+  // A sink is a logit that is there before any key; one thread of a quad counts it.
+  __device__ __forceinline__ void start_rows(float sink) {
+    const bool sinks = sink != minus_infinity();
+    const float first_reference =
+        sinks ? Exponent<T>{kLog2E}.reference(sink) : Exponent<T>::kNothing;
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        maximum[strip][half] = first_maximum;
-        sum[strip][half] = first_sum;
+        reference[strip][half] = first_reference;
+        sum[strip][half] = sinks && lane_id() % 4 == 0 ? 1.f : 0.f;
       }
 #pragma unroll
       for (int i = 0; i < kValueBlocks * 4; ++i) output[strip][i / 4][i % 4] = 0.f;
@@ -324,29 +344,31 @@ struct Forward {
   }
 };
 
-// The tiles of keys that a block visits, and those that every row sees whole.
-struct KeyTiles {
-  int begin, end;
-  int whole_begin, whole_end;
-};
-
 template <int kRows, int kKeys>
 __device__ __forceinline__ KeyTiles key_tiles_of(const ForwardParams& params, const Extent& extent,
                                                  int64_t first_row, int split) {
-  const Range rows = {first_row, min_of(first_row + kRows, params.problem.query_length)};
-  const Range any = keys_of_any_row(extent, rows);
-  const Range every = keys_of_every_row(extent, rows);
+  const Range any =
+      keys_of_any_row(extent, {first_row, min_of(first_row + kRows, params.problem.query_length)});
+  // Positions within an axis fit into 32 bits.
   KeyTiles tiles;
-  tiles.begin = static_cast<int>(any.begin / kKeys);
-  tiles.end = any.end > any.begin ? static_cast<int>((any.end + kKeys - 1) / kKeys) : tiles.begin;
-  tiles.whole_begin = static_cast<int>((every.begin + kKeys - 1) / kKeys);
-  tiles.whole_end = static_cast<int>(every.end / kKeys);
+  tiles.begin = static_cast<uint32_t>(any.begin) / kKeys;
+  tiles.end =
+      any.end > any.begin ? (static_cast<uint32_t>(any.end) + kKeys - 1) / kKeys : tiles.begin;
   if (params.splits > 1) {
     const int share = (tiles.end - tiles.begin + params.splits - 1) / params.splits;
     tiles.begin = min(tiles.begin + split * share, tiles.end);
     tiles.end = min(tiles.begin + share, tiles.end);
   }
   return tiles;
+}
+
+template <int kRows, int kKeys>
+__device__ __forceinline__ KeyTiles whole_key_tiles_of(const ForwardParams& params,
+                                                       const Extent& extent, int64_t first_row) {
+  const Range every = keys_of_every_row(
+      extent, {first_row, min_of(first_row + kRows, params.problem.query_length)});
+  return {static_cast<int>((static_cast<uint32_t>(every.begin) + kKeys - 1) / kKeys),
+          static_cast<int>(static_cast<uint32_t>(every.end) / kKeys)};
 }
 
 template <class T, int D, class Policy>
@@ -357,83 +379,98 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
   constexpr int kRows = F::kRows, kKeys = F::kKeys, kStages = F::kStages;
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ HeadView view;
+  __shared__ BlockTiles tiles;
   const Problem& problem = params.problem;
 
   const Work work = work_of(params.schedule, blockIdx.x);
-  const int64_t batch = work.head / static_cast<uint32_t>(problem.query_heads);
-  const int64_t head = work.head % static_cast<uint32_t>(problem.query_heads);
-  if (threadIdx.x == 0) {
-    look_at<Policy>(problem, params.maps, batch, head, view);
-    const int64_t key_head = static_cast<uint32_t>(head) / static_cast<uint32_t>(params.group);
-    view.key = rows_of(problem.key, view.index, key_head, 0, kSize<T>, false).data;
-    view.value = rows_of(problem.value, view.index, key_head, 0, kSize<T>, false).data;
-  }
-  __syncthreads();  // all wait for thread 0's view
-
+  const uint32_t batch = work.head / static_cast<uint32_t>(problem.query_heads);
+  const uint32_t head = work.head - batch * static_cast<uint32_t>(problem.query_heads);
+  const int first_row = static_cast<int>(work.tile) * kRows;
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   F f = {params,
          problem,
          view,
+         tiles,
          base,
          base + F::kQueryBytes,
-         base + F::kQueryBytes + kStages * F::kKeyBytes};
+         base + F::kQueryBytes + kStages * F::kKeyBytes,
+         base + F::kQueryBytes + 2 * kStages * F::kKeyBytes};
 
-  const int first_row = static_cast<int>(work.tile) * kRows;
-  const KeyTiles tiles =
-      key_tiles_of<kRows, kKeys>(params, view.extent, first_row, static_cast<int>(blockIdx.y));
+  // Every thread finds what loading needs, so that it starts early; the view is for later.
+  const BatchIndex index = batch_index(problem, batch);
+  const Extent extent = extent_of(problem, index);
+  const KeyTiles keys =
+      key_tiles_of<kRows, kKeys>(params, extent, first_row, static_cast<int>(blockIdx.y));
+  if (keys.begin < keys.end) {
+    const Rows query =
+        rows_of(problem.query, index, head, problem.head_dim, kSize<T>, params.vectors.query);
+    load_tile<typename F::Layout, kRows, F::kThreads>(f.query_tile, query, first_row,
+                                                      extent.query_length);
+  }
+  load_scalars<Policy>(problem, index, head, view);
+  if (threadIdx.x == 0) {
+    tiles = {static_cast<int>(work.tile), first_row,
+             whole_key_tiles_of<kRows, kKeys>(params, extent, first_row)};
+    view.extent = extent;
+    view.index = index;
+    view.batch = batch;
+    view.head = head;
+    find_arrays<Policy>(problem, params.maps, view);
+    const int64_t key_head = head / static_cast<uint32_t>(params.group);
+    view.key = rows_of(problem.key, index, key_head, 0, kSize<T>, false).data;
+    view.value = rows_of(problem.value, index, key_head, 0, kSize<T>, false).data;
+  }
+  __syncthreads();  // all wait for thread 0's view; its scalars come with the first tiles
+
   const bool mapped = Policy::kEverything &&
                       (params.maps.query_segments != nullptr || params.maps.mask.data != nullptr);
   TileScan scan;
   const auto range_checks = [&](int tile) {
-    return tile >= tiles.whole_begin && tile < tiles.whole_end ? 0 : kCheckRanges;
+    return tiles.whole_keys.contain(tile) ? 0 : kCheckRanges;
   };
   const auto next_visit = [&](int tile) -> Visit {
     if constexpr (Policy::kEverything) {
       if (!mapped) return {tile, range_checks(tile)};
-      return scan.next(tile, tiles.end, [&](int t) {
-        return tile_checks<Policy, kRows, kKeys>(problem, params.maps, view, work.tile, t);
+      return scan.next(tile, keys.end, [&](int t) {
+        return tile_checks<Policy, kRows, kKeys>(problem, params.maps, view, tiles.row_tile, t);
       });
     }
     return {tile, 0};  // what to check is found when it is needed: a register less meanwhile
   };
 
+  Visit visit = next_visit(keys.begin);
+  if (visit.tile < keys.end) {
+    f.load_keys(visit, 0);
+  } else {
+    ptx::cp_async_wait_all();
+    __syncthreads();  // all wait for the view's scalars, which finish reads
+  }
   float sink = minus_infinity();
   if (Policy::kEverything && problem.sinks.data != nullptr && blockIdx.y == 0) {
     sink = static_cast<const float*>(
         problem.sinks.data)[batch_offset(problem.sinks, view.index) + head * problem.sinks.head];
   }
-  // The sink is a logit that is there before any key; one thread of a quad counts it.
-  f.start_rows(sink, sink != minus_infinity() && lane_id() % 4 == 0 ? 1.f : 0.f);
-
-  Visit visit = next_visit(tiles.begin);
-  if (visit.tile < tiles.end) {
-    const Rows query =
-        rows_of(problem.query, view.index, head, problem.head_dim, kSize<T>, params.vectors.query);
-    load_tile<typename F::Layout, kRows, F::kThreads>(f.query_tile, query, first_row,
-                                                      view.extent.query_length);
-    f.load_keys(visit.tile, 0);
-  }
+  f.start_rows(sink);
   constexpr int kKept = F::kTile.query_in_registers ? F::kSteps : 1;
   OperandA<T> kept_query[kKept][F::kStrips];
   bool first = true;
   int stage = 0;
-  while (visit.tile < tiles.end) {
+  while (visit.tile < keys.end) {
     ptx::cp_async_wait<0>();
     // Every thread arrives when its copies of this tile are there and it has done with the last
     // tile; all wait, so that all may read this tile and overwrite the last.
     __syncthreads();
     const Visit next = next_visit(visit.tile + 1);
-    if (kStages > 1 && next.tile < tiles.end) f.load_keys(next.tile, stage ^ 1);
-    if (Policy::kEverything && next.tile < tiles.end) {
-      prefetch_rules<kRows, kKeys, F::kThreads>(problem, view, next.checks, first_row,
-                                                int64_t{next.tile} * kKeys);
-    }
+    if (kStages > 1 && next.tile < keys.end) f.load_keys(next, stage ^ 1);
     if (F::kTile.query_in_registers && first) {
 #pragma unroll
       for (int step = 0; step < kKept; ++step) f.load_query(kept_query[step], step);
       first = false;
     }
 
+    // Read from shared memory ahead of the products.
+    const int checks = Policy::kEverything ? visit.checks : range_checks(visit.tile);
+    const Exponent<T> exponent = exponent_of<T, Policy>(problem, view);
     float s[F::kStrips][F::kKeyBlocks][4];
     f.multiply_keys(
         stage,
@@ -446,35 +483,27 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
           }
         },
         s);
-    const int row = first_row + f.first_strip_row();
-    const int first_key = visit.tile * kKeys;
-    if constexpr (Policy::kEverything) {
-      apply_rules(problem, view, visit.checks, row, first_key, [](int, int, int, float) {}, s);
+    const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0};
+    apply_rules<T, Policy, kKeys>(
+        problem, view, checks, f.array_tiles_of(stage), place, [](int, int, int, float) {}, s);
+    f.move_references(s, exponent);
+    // Branches around the draws alone would keep exponentials and products apart, whose overlap
+    // counts where products are fast.
+    if (Policy::kEverything && (kIsFloat<T> || problem.dropout_threshold != 0)) {
+      f.template add_values<true>(stage, place, exponent, s);
     } else {
-      if (!(view.scale > 0.f)) {
-        // Products take on the sign of the scale; one of 0 must not meet a hidden key's -inf.
-        const float sign = view.scale == 0.f ? 0.f : -1.f;
-#pragma unroll
-        for (int i = 0; i < F::kStrips * F::kKeyBlocks * 4; ++i) {
-          s[i / (4 * F::kKeyBlocks)][i / 4 % F::kKeyBlocks][i % 4] *= sign;
-        }
-      }
-      if (range_checks(visit.tile) != 0) hide_outside(view.extent, row, first_key, s);
+      f.template add_values<false>(stage, place, exponent, s);
     }
-    const Exponent<T> exponent = exponent_of<T, Policy>(view);
-    float reference[F::kStrips][2];
-    f.move_maxima(s, exponent, reference);
-    f.add_values(stage, row, first_key, exponent, reference, s);
 
     if (kStages > 1) {
       stage ^= 1;
-    } else if (next.tile < tiles.end) {
+    } else if (next.tile < keys.end) {
       __syncthreads();  // all have done with the one stage there is, before it is overwritten
-      f.load_keys(next.tile, 0);
+      f.load_keys(next, 0);
     }
     visit = next;
   }
-  f.finish(first_row, blockIdx.y, exponent_of<T, Policy>(view));
+  f.finish(blockIdx.y);
 }
 
 }  // namespace jaxflash::cuda::sm80

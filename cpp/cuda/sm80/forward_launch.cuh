@@ -24,8 +24,7 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch
   const auto kernel = forward_kernel<T, D, Policy>;
   const auto tile_for = [](int a) { return forward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
   if (launch) {
-    const auto shared = [&](int a) { return tile_for(a).shared_bytes(D, kSize<T>); };
-    if (const Error error = prepare_kernel(kernel, cache, shared, arch)) return error;
+    if (const Error error = prepare_kernel(kernel, cache, most_shared_bytes, arch)) return error;
   }
   const ForwardTile tile = tile_for(arch);
   const Problem& problem = params.problem;
@@ -54,8 +53,13 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch
   params.schedule.heads = static_cast<uint32_t>(heads);
   params.schedule.section_heads = section_heads(problem, tiles, kSize<T>);
   params.schedule.last_first = problem.window_right != kUnlimited;
+  int shared = tile.shared_bytes(D, kSize<T>);
+  if (Policy::kEverything) {
+    params.staging = stage_arrays(problem, tile.rows() * tile.keys, tile.stages,
+                                  most_shared_bytes(arch), shared);
+  }
   const dim3 grid(static_cast<unsigned>(heads * tiles), params.splits);
-  kernel<<<grid, tile.threads(), tile.shared_bytes(D, kSize<T>), stream>>>(params);
+  kernel<<<grid, tile.threads(), shared, stream>>>(params);
   if (params.splits > 1) combine_splits<T, D>(params, stream);
   return text_of(cudaGetLastError());
 }

@@ -15,6 +15,25 @@ template <class T, int D, class Policy>
 Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinishParams bias,
                       bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream);
 
+// Which arrays [T, S] go through shared memory, tile by tile: those that are copied in aligned
+// 16-byte pieces, as far as a block has room for their tiles of `elements` and stages. `shared`:
+// the bytes that a block has of `room`, then with them.
+inline ArrayStaging stage_arrays(const Problem& problem, int elements, int stages, int room,
+                                 int& shared) {
+  const auto stage = [&](const Tensor& array, int size) {
+    const int bytes = elements * size;
+    const bool copied = array.data != nullptr && array.row != 0 && array.column == 1 &&
+                        allows_vectors(array, problem.key_length, size);
+    if (!copied || shared + stages * bytes > room) return 0;
+    shared += stages * bytes;
+    return bytes;
+  };
+  ArrayStaging staging;
+  staging.bias_bytes = stage(problem.bias, problem.bias.dtype == DType::kF32 ? 4 : 2);
+  staging.mask_bytes = stage(problem.mask, 1);
+  return staging;
+}
+
 // Heads whose keys and values share the L2 cache: sections of them run together. Small enough for
 // half of the smallest cache in question, large enough to fill the GPU with few tiles a head.
 inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t size) {

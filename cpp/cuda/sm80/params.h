@@ -35,6 +35,13 @@ struct TileMaps {
   int64_t key_tiles = 0;
 };
 
+// Bytes of a tile [rows][keys] of bias and mask in shared memory, a stage; 0: there is none, or it
+// is read from global memory.
+struct ArrayStaging {
+  int bias_bytes = 0;
+  int mask_bytes = 0;
+};
+
 struct ForwardParams {
   Problem problem;
   Tensor output;
@@ -42,6 +49,7 @@ struct ForwardParams {
   Schedule schedule;
   Vectors vectors;
   TileMaps maps;
+  ArrayStaging staging;
   bool precise = true;  // float products to float accuracy
   int group = 1;        // query heads a key head
 
@@ -68,6 +76,8 @@ struct BackwardParams {
   bool vector_key_cotangent = false;
   bool vector_value_cotangent = false;
   TileMaps maps;
+  ArrayStaging staging;
+  bool bias_by_tiles = false;  // its cotangent is stored from tiles of gradients of logits
   bool precise = true;
 
   // Batch dims that the key and value cotangents are summed over.

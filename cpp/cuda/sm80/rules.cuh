@@ -6,9 +6,6 @@
 // {0, 1, 0, 1} of it, from `row` and `key` on, which are multiples of 16.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "attention/logits.h"
@@ -16,7 +13,9 @@
 #include "attention/problem.h"
 #include "attention/visibility.h"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/sm80/element.cuh"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/tile.cuh"
 
 namespace jaxflash::cuda::sm80 {
 
@@ -54,6 +53,43 @@ struct HeadView {
   uint32_t stream[4];
 };
 
+// Where the arrays of a view's head lie.
+template <class Policy>
+__device__ __forceinline__ void find_arrays(const Problem& problem, const TileMaps& maps,
+                                            HeadView& view) {
+  if constexpr (Policy::kEverything) {
+    view.bias = batch_offset(problem.bias, view.index) + view.head * problem.bias.head;
+    view.mask = batch_offset(problem.mask, view.index) + view.head * problem.mask.head;
+    view.mask_map = batch_offset(maps.mask, view.index) + view.head * maps.mask.head;
+    view.query_ids = batch_offset(problem.query_segment_ids, view.index);
+    view.key_ids = batch_offset(problem.key_value_segment_ids, view.index);
+  }
+}
+
+// Starts to load the scalars of a head into a view in shared memory; done as cp.async's copies are.
+// All threads call it.
+template <class Policy>
+__device__ __forceinline__ void load_scalars(const Problem& problem, const BatchIndex& index,
+                                             int64_t head, HeadView& view) {
+  const auto load = [](void* to, const void* from) {
+    ptx::cp_async_4(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from, true);
+  };
+  if (threadIdx.x == 0) {
+    if (problem.scale.data != nullptr) {
+      load(&view.scale,
+           static_cast<const float*>(problem.scale.data) + batch_offset(problem.scale, index));
+    } else {
+      view.scale = 1.f;
+    }
+  }
+  if (Policy::kEverything && problem.dropout_stream.data != nullptr && threadIdx.x < 4) {
+    const auto* words = static_cast<const uint32_t*>(problem.dropout_stream.data) +
+                        batch_offset(problem.dropout_stream, index) +
+                        head * problem.dropout_stream.head;
+    load(&view.stream[threadIdx.x], words + threadIdx.x);
+  }
+}
+
 template <class Policy>
 __device__ __forceinline__ void look_at(const Problem& problem, const TileMaps& maps, int64_t batch,
                                         int64_t head, HeadView& view) {
@@ -62,18 +98,12 @@ __device__ __forceinline__ void look_at(const Problem& problem, const TileMaps& 
   view.head = head;
   view.batch = batch;
   view.scale = batch_value<float>(problem.scale, view.index, 1.f);
-  if constexpr (Policy::kEverything) {
-    view.bias = batch_offset(problem.bias, view.index) + head * problem.bias.head;
-    view.mask = batch_offset(problem.mask, view.index) + head * problem.mask.head;
-    view.mask_map = batch_offset(maps.mask, view.index) + head * maps.mask.head;
-    view.query_ids = batch_offset(problem.query_segment_ids, view.index);
-    view.key_ids = batch_offset(problem.key_value_segment_ids, view.index);
-    if (problem.dropout_stream.data != nullptr) {
-      const auto* words = static_cast<const uint32_t*>(problem.dropout_stream.data) +
-                          batch_offset(problem.dropout_stream, view.index) +
-                          head * problem.dropout_stream.head;
-      for (int i = 0; i < 4; ++i) view.stream[i] = words[i];
-    }
+  find_arrays<Policy>(problem, maps, view);
+  if (Policy::kEverything && problem.dropout_stream.data != nullptr) {
+    const auto* words = static_cast<const uint32_t*>(problem.dropout_stream.data) +
+                        batch_offset(problem.dropout_stream, view.index) +
+                        head * problem.dropout_stream.head;
+    for (int i = 0; i < 4; ++i) view.stream[i] = words[i];
   }
 }
 
@@ -144,25 +174,26 @@ struct TileScan {
   }
 };
 
+// How many of a thread's columns, from its first on, lie before column `end` of the first.
+__device__ __forceinline__ int columns_before(int end) { return 2 * (end >> 3) + min(end & 7, 2); }
+
 // Calls `hide(strip, block, element)` where a key is outside the row's range.
 template <int kStrips, int kBlocks, class Hide>
 __device__ __forceinline__ void for_each_outside(const Extent& extent, int64_t row, int64_t key,
                                                  const Hide& hide) {
+  static_assert(2 * kBlocks <= 32, "a bit for each of a thread's columns");
   const int lane = threadIdx.x & 31;
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    const Range seen = keys_of_row(extent, row + 16 * (i / 2) + lane / 4 + 8 * (i % 2));
-    // Relative to the thread's first column.
-    const int first = 2 * (lane % 4);
-    const int begin = static_cast<int>(clamp_to(seen.begin - key, 0, 8 * kBlocks)) - first;
-    const int end = static_cast<int>(clamp_to(seen.end - key, 0, 8 * kBlocks)) - first;
+    const Range seen = keys_of_row(extent, row + lane / 4 + 8 * i);
+    const auto bits_from = [&](int64_t position) {
+      const int column = static_cast<int>(clamp_to(position - key, 0, 8 * kBlocks));
+      return __funnelshift_lc(0, ~0u, columns_before(column - 2 * (lane % 4)));
+    };
+    const uint32_t inside = bits_from(seen.begin) & ~bits_from(seen.end);
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int column = 8 * block + odd;
-        if (column < begin || column >= end) hide(i / 2, block, 2 * (i % 2) + odd);
-      }
+    for (int bit = 0; bit < 2 * kBlocks; ++bit) {
+      if ((inside >> bit & 1) == 0) hide(i / 2, bit / 2, 2 * (i % 2) + bit % 2);
     }
   }
 }
@@ -176,10 +207,38 @@ __device__ __forceinline__ void hide_outside(const Extent& extent, int64_t row, 
   });
 }
 
-template <class E>
-struct alignas(2 * sizeof(E)) PairOf {
-  E x, y;
+// Where a warp's accumulators lie: the block's tile, and the warp's place in it.
+struct TilePlace {
+  int first_row, first_key;
+  int row, key;
 };
+
+// Two neighbours of a row, as bits.
+template <class E>
+__device__ __forceinline__ uint2 split_pair(uint32_t word) {
+  constexpr int kBits = 8 * kSize<E>;
+  return {word & ((1u << kBits) - 1), word >> kBits};
+}
+template <class E>
+__device__ __forceinline__ uint2 shared_pair(uint32_t address) {
+  if constexpr (kSize<E> == 4) {
+    return ptx::load_shared_2(address);
+  } else if constexpr (kSize<E> == 2) {
+    return split_pair<E>(ptx::load_shared(address));
+  } else {
+    return split_pair<E>(ptx::load_shared_half(address));
+  }
+}
+template <class E>
+__device__ __forceinline__ uint2 global_pair(const typename E::Bits* from) {
+  if constexpr (kSize<E> == 4) {
+    return *reinterpret_cast<const uint2*>(from);
+  } else if constexpr (kSize<E> == 2) {
+    return split_pair<E>(*reinterpret_cast<const uint32_t*>(from));
+  } else {
+    return split_pair<E>(*reinterpret_cast<const uint16_t*>(from));
+  }
+}
 
 // Whether pairs of columns from an even one on are aligned words.
 __device__ __forceinline__ bool has_pairs(const Problem& problem, const Tensor& tensor,
@@ -188,74 +247,150 @@ __device__ __forceinline__ bool has_pairs(const Problem& problem, const Tensor& 
   return tensor.column == 1 && even && reinterpret_cast<uintptr_t>(tensor.data) % (2 * size) == 0;
 }
 
-// Calls `visit(strip, block, half, x, y)` with the elements of an array [T, S], which may be
-// broadcast, at two neighbouring columns; `offset` is that of its head. Rows and columns past the
-// end are clamped to the last: what they bring is hidden or discarded.
-template <class E, int kStrips, int kBlocks, class Visitor>
-__device__ __forceinline__ void for_each_pair(const Problem& problem, const Tensor& tensor,
-                                              int64_t offset, int64_t row, int64_t key,
-                                              const Visitor& visit) {
+// Calls `visit(strip, block, half, pair)` with the elements of a tile [rows][kTileKeys] in shared
+// memory at two neighbouring columns.
+template <class E, int kTileKeys, int kStrips, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePlace& place,
+                                                     const Visitor& visit) {
+  using Layout = TileLayout<E, kTileKeys>;
+  constexpr int kSpanBytes = Layout::kSpan * 16;
   const int lane = threadIdx.x & 31;
-  const E* const data = static_cast<const E*>(tensor.data) + offset;
-  const int64_t first_column = key + 2 * (lane % 4);
-  const bool whole = key + 8 * kBlocks <= problem.key_length;
-  const bool pairs = whole && has_pairs(problem, tensor, offset, sizeof(E));
+  // Blocks of 8 columns are reached by an XOR within the permutation's span, rows by an addition.
+  const uint32_t base =
+      tile + Layout::element_offset(place.row + lane / 4, place.key + 2 * (lane % 4));
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    const E* const of_row =
-        data +
-        min_of(row + 16 * (i / 2) + lane / 4 + 8 * (i % 2), problem.query_length - 1) * tensor.row;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int bytes = 8 * block * kSize<E>;
+      visit(i / 2, block, i % 2,
+            shared_pair<E>((base ^ (bytes % kSpanBytes)) + bytes / kSpanBytes * kSpanBytes +
+                           8 * i * Layout::kRowBytes));
+    }
+  }
+}
+
+// Likewise of an array [T, S] in global memory, which may be broadcast; `offset` is that of its
+// head. Rows and columns past the end are clamped to the last: what they bring is hidden or
+// discarded.
+template <class E, int kStrips, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_global_pair(const Problem& problem, const Extent& extent,
+                                                     const Tensor& tensor, int64_t offset,
+                                                     const TilePlace& place, const Visitor& visit) {
+  using Bits = typename E::Bits;
+  const int lane = threadIdx.x & 31;
+  const Bits* const data = static_cast<const Bits*>(tensor.data) + offset;
+  const int row = place.first_row + place.row + lane / 4;
+  const int column = place.first_key + place.key + 2 * (lane % 4);
+  const int last_row = static_cast<int>(extent.query_length) - 1;
+  const int last_column = static_cast<int>(problem.key_length) - 1;
+  const bool whole = column - 2 * (lane % 4) + 8 * kBlocks - 1 <= last_column;
+  const bool pairs = whole && has_pairs(problem, tensor, offset, kSize<E>);
+#pragma unroll
+  for (int i = 0; i < 2 * kStrips; ++i) {
+    const Bits* const of_row = data + min(row + 8 * i, last_row) * tensor.row;
     if (pairs) {
-      const auto* const from = reinterpret_cast<const PairOf<E>*>(of_row + first_column);
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const PairOf<E> pair = from[4 * block];
-        visit(i / 2, block, i % 2, pair.x, pair.y);
+        visit(i / 2, block, i % 2, global_pair<E>(of_row + column + 8 * block));
       }
     } else {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const int64_t column = first_column + 8 * block, last = problem.key_length - 1;
-        visit(i / 2, block, i % 2, of_row[min_of(column, last) * tensor.column],
-              of_row[min_of(column + 1, last) * tensor.column]);
+        const uint32_t x = of_row[min(column + 8 * block, last_column) * tensor.column];
+        const uint32_t y = of_row[min(column + 8 * block + 1, last_column) * tensor.column];
+        visit(i / 2, block, i % 2, uint2{x, y});
       }
     }
   }
 }
 
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float as_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ float as_float(double x) { return static_cast<float>(x); }
+// Tiles [rows][keys] of bias and mask in shared memory, of one stage; 0: read from global memory.
+struct ArrayTiles {
+  uint32_t bias;
+  uint32_t mask;
+};
 
-// A bias of minus infinity hides, whatever the logit.
-__device__ __forceinline__ void add_bias(float bias, float& s) {
-  s = bias == minus_infinity() ? bias : s + bias;
+__device__ __forceinline__ ArrayTiles array_tiles(const ArrayStaging& staging, uint32_t base,
+                                                  int stage) {
+  const uint32_t bias = base + stage * (staging.bias_bytes + staging.mask_bytes);
+  return {staging.bias_bytes != 0 ? bias : 0,
+          staging.mask_bytes != 0 ? bias + staging.bias_bytes : 0};
 }
 
-template <class E, int kStrips, int kBlocks>
+// Starts to copy the arrays' tiles from (first_row, first_key) on that are staged, the mask only
+// where it is looked at; zeros past the rows that exist and past the keys. All of the block's
+// kThreads take part.
+template <int kRows, int kKeys, int kThreads>
+__device__ __forceinline__ void load_arrays(const Problem& problem, const HeadView& view,
+                                            const ArrayTiles& tiles, int checks, int first_row,
+                                            int first_key) {
+  const int rows = static_cast<int>(view.extent.query_length) - first_row;
+  const int keys = static_cast<int>(problem.key_length) - first_key;
+  const auto load = [&](auto element, uint32_t tile, const Tensor& tensor, int64_t offset) {
+    using E = decltype(element);
+    copy_tile<TileLayout<E, kKeys>, kRows, kThreads>(
+        tile,
+        static_cast<const typename E::Bits*>(tensor.data) + offset + first_row * tensor.row +
+            first_key,
+        tensor.row, keys, rows);
+  };
+  if (tiles.bias != 0 && problem.bias.dtype == DType::kF32) {
+    load(F32(), tiles.bias, problem.bias, view.bias);
+  } else if (tiles.bias != 0) {  // either type of 16 bits
+    load(BF16(), tiles.bias, problem.bias, view.bias);
+  }
+  if (tiles.mask != 0 && (checks & kCheckMask)) load(Bool(), tiles.mask, problem.mask, view.mask);
+}
+
+template <class E, int kTileKeys, int kStrips, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_pair(const Problem& problem, const HeadView& view,
+                                              const Tensor& tensor, int64_t offset, uint32_t tile,
+                                              const TilePlace& place, const Visitor& visit) {
+  if (tile != 0) {
+    for_each_shared_pair<E, kTileKeys, kStrips, kBlocks>(tile, place, visit);
+  } else {
+    for_each_global_pair<E, kStrips, kBlocks>(problem, view.extent, tensor, offset, place, visit);
+  }
+}
+
+// Logits s * factor plus the bias. A bias of minus infinity hides, whatever the logit: that it
+// needs more than the sum is rare, so that it is looked for once a tile.
+template <class E, int kTileKeys, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadView& view,
-                                            int64_t row, int64_t key,
+                                            uint32_t tile, const TilePlace& place, float factor,
                                             float (&s)[kStrips][kBlocks][4]) {
-  for_each_pair<E, kStrips, kBlocks>(problem, problem.bias, view.bias, row, key,
-                                     [&](int strip, int block, int half, E x, E y) {
-                                       add_bias(as_float(x), s[strip][block][2 * half]);
-                                       add_bias(as_float(y), s[strip][block][2 * half + 1]);
-                                     });
+  const auto for_each = [&](const auto& visit) {
+    for_each_pair<E, kTileKeys, kStrips, kBlocks>(
+        problem, view, problem.bias, view.bias, tile, place,
+        [&](int strip, int block, int half, uint2 pair) {
+          visit(s[strip][block][2 * half], float_of(E(), pair.x));
+          visit(s[strip][block][2 * half + 1], float_of(E(), pair.y));
+        });
+  };
+  float least = 0.f;
+  for_each([&](float& x, float bias) {
+    x = x * factor + bias;
+    least = fminf(least, bias);
+  });
+  if (least == minus_infinity()) {
+    for_each([&](float& x, float bias) {
+      if (bias == minus_infinity()) x = bias;
+    });
+  }
 }
 
-template <int kStrips, int kBlocks>
-__device__ __forceinline__ void add_bias(const Problem& problem, const HeadView& view, int64_t row,
-                                         int64_t key, float (&s)[kStrips][kBlocks][4]) {
+template <int kTileKeys, int kStrips, int kBlocks>
+__device__ __forceinline__ void add_bias(const Problem& problem, const HeadView& view,
+                                         uint32_t tile, const TilePlace& place, float factor,
+                                         float (&s)[kStrips][kBlocks][4]) {
   switch (problem.bias.dtype) {
     case DType::kBF16:
-      return add_bias_of<__nv_bfloat16>(problem, view, row, key, s);
+      return add_bias_of<BF16, kTileKeys>(problem, view, tile, place, factor, s);
     case DType::kF16:
-      return add_bias_of<__half>(problem, view, row, key, s);
-    case DType::kF32:
-      return add_bias_of<float>(problem, view, row, key, s);
+      return add_bias_of<F16, kTileKeys>(problem, view, tile, place, factor, s);
     default:
-      return add_bias_of<double>(problem, view, row, key, s);
+      return add_bias_of<F32, kTileKeys>(problem, view, tile, place, factor, s);
   }
 }
 
@@ -325,19 +460,6 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
   }
 }
 
-template <class E>
-__device__ __forceinline__ E from_float(float x) {
-  return static_cast<E>(x);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ __half from_float(float x) {
-  return __float2half_rn(x);
-}
-
 // Writes the gradients of logits where they are the gradients of a bias that is not broadcast.
 template <class E, int kStrips, int kBlocks>
 __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
@@ -347,23 +469,19 @@ __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
                                                         const float (&g)[kStrips][kBlocks][4]) {
   const int lane = threadIdx.x & 31;
   const int64_t offset = batch_offset(cotangent, view.index) + view.head * cotangent.head;
-  const bool pairs = has_pairs(problem, cotangent, offset, sizeof(E));
+  const bool pairs = has_pairs(problem, cotangent, offset, kSize<E>);
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
     const int64_t at_row = row + 16 * (i / 2) + lane / 4 + 8 * (i % 2);
     if (at_row >= view.extent.query_length) continue;
-    E* const to = static_cast<E*>(cotangent.data) + offset + at_row * cotangent.row;
+    auto* const to =
+        static_cast<typename E::Bits*>(cotangent.data) + offset + at_row * cotangent.row;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const int64_t column = key + 8 * block + 2 * (lane % 4);
-      const E x = from_float<E>(g[i / 2][block][2 * (i % 2)]);
-      const E y = from_float<E>(g[i / 2][block][2 * (i % 2) + 1]);
-      if (pairs && column < problem.key_length) {
-        *reinterpret_cast<PairOf<E>*>(to + column) = {x, y};
-      } else {
-        if (column < problem.key_length) to[column] = x;
-        if (column + 1 < problem.key_length) to[column + 1] = y;
-      }
+      if (column >= problem.key_length) continue;
+      store_pair(E(), to + column, g[i / 2][block][2 * (i % 2)], g[i / 2][block][2 * (i % 2) + 1],
+                 column + 1 < problem.key_length, pairs);
     }
   }
 }
@@ -375,47 +493,45 @@ __device__ __forceinline__ void store_bias_cotangent(const Problem& problem,
                                                      const float (&g)[kStrips][kBlocks][4]) {
   switch (cotangent.dtype) {
     case DType::kBF16:
-      return store_bias_cotangent_as<__nv_bfloat16>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<BF16>(problem, cotangent, view, row, key, g);
     case DType::kF16:
-      return store_bias_cotangent_as<__half>(problem, cotangent, view, row, key, g);
-    case DType::kF32:
-      return store_bias_cotangent_as<float>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<F16>(problem, cotangent, view, row, key, g);
     default:
-      return store_bias_cotangent_as<double>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<F32>(problem, cotangent, view, row, key, g);
   }
 }
 
-template <int kStrips, int kBlocks>
+template <int kTileKeys, int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_masked(const Problem& problem, const HeadView& view,
-                                            int64_t row, int64_t key,
+                                            uint32_t tile, const TilePlace& place,
                                             float (&s)[kStrips][kBlocks][4]) {
-  for_each_pair<uint8_t, kStrips, kBlocks>(
-      problem, problem.mask, view.mask, row, key,
-      [&](int strip, int block, int half, uint8_t x, uint8_t y) {
-        if (x == 0) s[strip][block][2 * half] = minus_infinity();
-        if (y == 0) s[strip][block][2 * half + 1] = minus_infinity();
+  for_each_pair<Bool, kTileKeys, kStrips, kBlocks>(
+      problem, view, problem.mask, view.mask, tile, place,
+      [&](int strip, int block, int half, uint2 pair) {
+        if (pair.x == 0) s[strip][block][2 * half] = minus_infinity();
+        if (pair.y == 0) s[strip][block][2 * half + 1] = minus_infinity();
       });
 }
 
 template <int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_other_segments(const Problem& problem, const HeadView& view,
-                                                    int64_t row, int64_t key,
+                                                    int row, int key,
                                                     float (&s)[kStrips][kBlocks][4]) {
   const int lane = threadIdx.x & 31;
+  const int last_row = static_cast<int>(problem.query_length) - 1;
+  const int last_key = static_cast<int>(problem.key_length) - 1;
   const auto* rows = static_cast<const int32_t*>(problem.query_segment_ids.data) + view.query_ids;
   const auto* keys = static_cast<const int32_t*>(problem.key_value_segment_ids.data) + view.key_ids;
   int32_t row_ids[2 * kStrips];
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    row_ids[i] =
-        rows[min_of(row + 16 * (i / 2) + lane / 4 + 8 * (i % 2), problem.query_length - 1)];
+    row_ids[i] = rows[min(row + lane / 4 + 8 * i, last_row)];
   }
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int32_t id =
-          keys[min_of(key + 8 * block + 2 * (lane % 4) + odd, problem.key_length - 1)];
+      const int32_t id = keys[min(key + 8 * block + 2 * (lane % 4) + odd, last_key)];
 #pragma unroll
       for (int i = 0; i < 2 * kStrips; ++i) {
         if (row_ids[i] != id) s[i / 2][block][2 * (i % 2) + odd] = minus_infinity();
@@ -424,47 +540,77 @@ __device__ __forceinline__ void hide_other_segments(const Problem& problem, cons
   }
 }
 
-// tanh to about 1e-7, absolutely.
+// tanh(x * factor / (2 log2 e)) to about 1e-7, absolutely.
 struct Tanh {
+  float factor;
+
   __device__ __forceinline__ float operator()(float x) const {
-    return 1.f - 2.f * ptx::reciprocal(1.f + ptx::ex2(2.f * kLog2E * x));
+    return 1.f - 2.f * ptx::reciprocal(1.f + ptx::ex2(factor * x));
   }
 };
 
-__device__ __forceinline__ float soft_cap_slope(const Problem& problem, const HeadView& view,
-                                                float product) {
-  return soft_capped(product * (view.scale / static_cast<float>(problem.soft_cap)), 1.f, Tanh())
-      .slope;
+// Takes products to the tanh of logits in units of the cap.
+__device__ __forceinline__ Tanh tanh_of_products(const Problem& problem, const HeadView& view) {
+  return {2.f * kLog2E * view.scale / static_cast<float>(problem.soft_cap)};
 }
 
-// Products to logits, with the policy Everything: soft_cap(scale * q.k) + bias, minus infinity
-// where hidden. `on_slope(strip, block, element, slope)` is told the slope of the soft cap.
-template <int kStrips, int kBlocks, class OnSlope>
+__device__ __forceinline__ float soft_cap_slope(const Problem& problem, const HeadView& view,
+                                                float product) {
+  return soft_capped(product, tanh_of_products(problem, view)).slope;
+}
+
+// How logits are held: in units of `nats`. `factor` takes products, or what the soft cap made of
+// them, to this unit. Where nothing is added to them, that is at most a change of sign. Floats are
+// held in nats: they must not differ from the statistics by a rounding.
+struct LogitUnit {
+  float nats;
+  float factor;
+};
+
+template <class T, class Policy>
+__device__ __forceinline__ LogitUnit logit_unit(const Problem& problem, const HeadView& view) {
+  float scale = view.scale;
+  bool in_nats = kIsFloat<T>;
+  if constexpr (Policy::kEverything) {
+    if (problem.soft_cap != 0) scale = static_cast<float>(problem.soft_cap);
+    in_nats |= problem.bias.data != nullptr || problem.sinks.data != nullptr;
+  }
+  if (in_nats) return {1.f, scale};
+  return scale == 0.f ? LogitUnit{1.f, 0.f} : LogitUnit{fabsf(scale), copysignf(1.f, scale)};
+}
+
+// Products to logits: soft_cap(scale * q.k) + bias, minus infinity where hidden.
+// `on_slope(strip, block, element, slope)` is told the slope of the soft cap.
+template <class T, class Policy, int kTileKeys, int kStrips, int kBlocks, class OnSlope>
 __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadView& view,
-                                            int checks, int64_t row, int64_t key,
-                                            const OnSlope& on_slope,
+                                            int checks, const ArrayTiles& tiles,
+                                            const TilePlace& place, const OnSlope& on_slope,
                                             float (&s)[kStrips][kBlocks][4]) {
-  const float scale = view.scale;
-  if (problem.soft_cap != 0) {
-    const float cap = static_cast<float>(problem.soft_cap);
-    const float scale_in_caps = scale / cap;
+  if (Policy::kEverything && problem.soft_cap != 0) {
+    const Tanh tanh_of = tanh_of_products(problem, view);
 #pragma unroll
     for (int i = 0; i < kStrips * kBlocks * 4; ++i) {
       float& x = s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
-      const auto capped = soft_capped(x * scale_in_caps, 1.f, Tanh());
+      const auto capped = soft_capped(x, tanh_of);
       on_slope(i / (4 * kBlocks), i / 4 % kBlocks, i % 4, capped.slope);
-      x = capped.value * cap;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kStrips * kBlocks * 4; ++i) {
-      s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] *= scale;
+      x = capped.in_caps;
     }
   }
-  if (problem.bias.data != nullptr) add_bias(problem, view, row, key, s);
+  const float factor = logit_unit<T, Policy>(problem, view).factor;
+  if (Policy::kEverything && problem.bias.data != nullptr) {
+    add_bias<kTileKeys>(problem, view, tiles.bias, place, factor, s);
+  } else if (factor != 1.f) {
+#pragma unroll
+    for (int i = 0; i < kStrips * kBlocks * 4; ++i) {
+      s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] *= factor;
+    }
+  }
+  const int row = place.first_row + place.row, key = place.first_key + place.key;
   if (checks & kCheckRanges) hide_outside(view.extent, row, key, s);
-  if (checks & kCheckSegments) hide_other_segments(problem, view, row, key, s);
-  if (checks & kCheckMask) hide_masked(problem, view, row, key, s);
+  if constexpr (Policy::kEverything) {
+    if (checks & kCheckSegments) hide_other_segments(problem, view, row, key, s);
+    if (checks & kCheckMask) hide_masked<kTileKeys>(problem, view, tiles.mask, place, s);
+  }
 }
 
 // Asks the L2 cache for the part of an array [T, S] that a tile will read. All kThreads threads
@@ -486,18 +632,17 @@ __device__ __forceinline__ void prefetch_tile(const Problem& problem, const Tens
   }
 }
 
-// What apply_rules will read of a tile, ahead of time.
+// What apply_rules will read of a tile from global memory, ahead of time.
 template <int kRows, int kKeys, int kThreads>
 __device__ __forceinline__ void prefetch_rules(const Problem& problem, const HeadView& view,
-                                               int checks, int64_t first_row, int64_t first_key) {
-  if (problem.bias.data != nullptr) {
-    const int size = problem.bias.dtype == DType::kF64   ? 8
-                     : problem.bias.dtype == DType::kF32 ? 4
-                                                         : 2;
+                                               const ArrayStaging& staging, int checks,
+                                               int64_t first_row, int64_t first_key) {
+  if (problem.bias.data != nullptr && staging.bias_bytes == 0) {
+    const int size = problem.bias.dtype == DType::kF32 ? 4 : 2;
     prefetch_tile<kRows, kKeys, kThreads>(problem, problem.bias, view.bias, size, first_row,
                                           first_key);
   }
-  if (checks & kCheckMask) {
+  if ((checks & kCheckMask) && staging.mask_bytes == 0) {
     prefetch_tile<kRows, kKeys, kThreads>(problem, problem.mask, view.mask, 1, first_row,
                                           first_key);
   }
@@ -510,36 +655,42 @@ struct MultiplyWide {
   }
 };
 
+// Calls `visit(i, kept)` with what dropout does to a thread's eight elements of a 16x16 block from
+// (row, key) on, which one call of Philox decides (attention/philox.h): elements i % 4 of its two
+// blocks of 8 columns.
+template <class Visitor>
+__device__ __forceinline__ void for_each_draw(const Problem& problem, const HeadView& view, int row,
+                                              int key, const Visitor& visit) {
+  const int lane = threadIdx.x & 31;
+  const uint32_t philox_key[2] = {view.stream[0], view.stream[1]};
+  const PhiloxWords<uint32_t> draws = philox<uint32_t>(
+      {{dropout_row_word(row + lane / 4), dropout_column_word(key + 2 * (lane % 4)), view.stream[2],
+        view.stream[3]}},
+      philox_key, MultiplyWide());
+  const auto threshold = static_cast<uint32_t>(problem.dropout_threshold);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    visit(i, dropout_keeps(draws, dropout_lane(8 * (i / 2 % 2), 8 * (i / 4) + i % 2), threshold));
+  }
+}
+
 // Which of a thread's elements dropout keeps.
 template <int kStrips, int kBlocks>
 struct KeptBits {
   uint32_t word[kStrips][(kBlocks + 7) / 8];
 
   // For the accumulators from (row, key) on.
-  __device__ __forceinline__ void draw(const Problem& problem, const HeadView& view, int64_t row,
-                                       int64_t key) {
-    const int lane = threadIdx.x & 31;
-    const uint32_t philox_key[2] = {view.stream[0], view.stream[1]};
-    const uint32_t batch = view.stream[2], head = view.stream[3];
-    const auto threshold = static_cast<uint32_t>(problem.dropout_threshold);
+  __device__ __forceinline__ void draw(const Problem& problem, const HeadView& view, int row,
+                                       int key) {
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
       for (int i = 0; i < (kBlocks + 7) / 8; ++i) word[strip][i] = 0;
 #pragma unroll
       for (int pair = 0; pair < kBlocks / 2; ++pair) {
-        // One call decides a thread's eight elements of a 16x16 block (attention/philox.h).
-        const PhiloxWords<uint32_t> draws = philox_by<uint32_t>(
-            {{dropout_row_word(row + 16 * strip + lane / 4),
-              dropout_column_word(key + 16 * pair + 2 * (lane % 4)), batch, head}},
-            philox_key, MultiplyWide());
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int half_block = i / 4, half = i / 2 % 2, odd = i % 2;
-          const int of = dropout_lane(8 * half, 8 * half_block + odd);
-          const uint32_t draw = (draws.word[of / 2] >> (16 * (of % 2))) & 0xffffu;
-          if (draw >= threshold) word[strip][pair / 4] |= 1u << (pair % 4 * 8 + i);
-        }
+        for_each_draw(problem, view, row + 16 * strip, key + 16 * pair, [&](int i, bool kept) {
+          if (kept) word[strip][pair / 4] |= 1u << (pair % 4 * 8 + i);
+        });
       }
     }
   }

@@ -1,9 +1,9 @@
 // Tiles in shared memory: rows of `kColumns` elements, their 16-byte chunks permuted within a row
 // so that the eight rows of an ldmatrix lie in different banks, and the fragments read from them.
 //
-// Rows of a multiple of 128 bytes permute eight chunks by the row's last three bits; others (64 and
-// 192 bytes), of which two rows already differ by half of the banks, permute four chunks by the two
-// bits above the last.
+// Rows of a multiple of 128 bytes permute eight chunks by the row's last three bits; of others, 64
+// (32, 16) bytes long or 192, several rows already lie in different banks: they permute four (two,
+// one) chunks by the bits above the last (the last two, three).
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,16 @@ struct TileLayout {
   static constexpr int kRowBytes = kColumns * kSize<T>;
   static constexpr int kChunks = kRowBytes / 16;
   static constexpr int kChunkElements = 16 / kSize<T>;
-  static constexpr int kSpan = kChunks % 8 == 0 ? 8 : 4;  // chunks permuted among themselves
-  static_assert(kChunks % 4 == 0, "rows are multiples of 64 bytes");
+  // Chunks permuted among themselves.
+  static constexpr int kSpan = kChunks % 8 == 0   ? 8
+                               : kChunks % 4 == 0 ? 4
+                               : kChunks % 2 == 0 ? 2
+                                                  : 1;
+  static constexpr int kPeriod = 8;  // rows after which the permutation repeats
+  static_assert(kRowBytes % 16 == 0);
 
-  static __device__ __forceinline__ int mask(int row) {
-    return kSpan == 8 ? row & 7 : (row >> 1) & 3;
+  static __device__ __forceinline__ uint32_t mask(uint32_t row) {
+    return row / (8 / kSpan) % kSpan;
   }
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ mask(row)) * 16);
@@ -99,64 +104,84 @@ struct RowsB {
 //
 // Floats: the k-step takes its eight rows in the order 0 2 4 6 1 3 5 7, as the operand A made from
 // accumulators (accumulator_a) and ColumnsA do.
-template <class Layout, int kPairs>
+template <class Layout, int kPairs, bool = kIsFloat<typename Layout::T>>
 struct ColumnsB {
-  static constexpr bool kFloat = kIsFloat<typename Layout::T>;
   LaneAddress<Layout, kPairs> lane;
-  uint32_t tile;
-  int column0;
 
   __device__ __forceinline__ ColumnsB(uint32_t tile, int column0)
-      : lane(tile, 0, column0 / 16, lane_id() & 15, lane_id() >> 4), tile(tile), column0(column0) {}
+      : lane(tile, 0, column0 / 16, lane_id() & 15, lane_id() >> 4) {}
 
   // Rows kStep * step .., the 16 columns of `pair`.
   __device__ __forceinline__ OperandB<typename Layout::T> load(int step, int pair) const {
     OperandB<typename Layout::T> b;
-    if constexpr (kFloat) {
-      const int row = 8 * step + 2 * (lane_id() & 3);
-      const int column = column0 + 16 * pair + (lane_id() >> 2);
+    ptx::ldmatrix_x4_transposed(b.word, lane.at(16 * step, pair));
+    return b;
+  }
+};
+
+// Where a lane reads floats down the tile: rows 2 * (lane % 4) and the next of each eight, columns
+// lane / 4 and + 8 of each 16.
+template <class Layout, int kPairs>
+struct FloatColumns {
+  LaneAddress<Layout, 2 * kPairs> even, odd;  // rows
+
+  __device__ __forceinline__ FloatColumns(uint32_t tile, int column0)
+      : even(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4),
+        odd(tile, 0, column0 / 8, 2 * (lane_id() & 3) + 1, lane_id() >> 4) {
+    const uint32_t in_chunk = (lane_id() >> 2) % 4 * 4;
+    even.base += in_chunk;
+    odd.base += in_chunk;
+  }
+
+  __device__ __forceinline__ uint32_t load(int step, int pair, bool next_row, bool eight_on) const {
+    const LaneAddress<Layout, 2 * kPairs>& lane = next_row ? odd : even;
+    return ptx::load_shared(lane.at(8 * step, 2 * pair + eight_on));
+  }
+};
+
+template <class Layout, int kPairs>
+struct ColumnsB<Layout, kPairs, true> {
+  FloatColumns<Layout, kPairs> lane;
+
+  __device__ __forceinline__ ColumnsB(uint32_t tile, int column0) : lane(tile, column0) {}
+
+  __device__ __forceinline__ OperandB<typename Layout::T> load(int step, int pair) const {
+    OperandB<typename Layout::T> b;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        b.word[i] =
-            ptx::load_shared(tile + Layout::element_offset(row + (i & 1), column + (i >> 1) * 8));
-      }
-      b.split();
-    } else {
-      ptx::ldmatrix_x4_transposed(b.word, lane.at(16 * step, pair));
-    }
+    for (int i = 0; i < 4; ++i) b.word[i] = lane.load(step, pair, i & 1, i >> 1);
+    b.split();
     return b;
   }
 };
 
 // A operands [16][k-step] where the tile's columns are the rows of A (k down the tile); kStrips of
 // 16 columns from column0 on. Floats: the rows of a k-step in ColumnsB's order.
-template <class Layout, int kStrips>
+template <class Layout, int kStrips, bool = kIsFloat<typename Layout::T>>
 struct ColumnsA {
-  static constexpr bool kFloat = kIsFloat<typename Layout::T>;
   LaneAddress<Layout, kStrips> lane;
-  uint32_t tile;
-  int column0;
 
   __device__ __forceinline__ ColumnsA(uint32_t tile, int column0)
-      : lane(tile, 0, column0 / 16, (lane_id() & 7) + (lane_id() >> 4) * 8, (lane_id() >> 3) & 1),
-        tile(tile),
-        column0(column0) {}
+      : lane(tile, 0, column0 / 16, (lane_id() & 7) + (lane_id() >> 4) * 8, (lane_id() >> 3) & 1) {}
 
   // The 16 columns of `strip`, rows kStep * step ...
   __device__ __forceinline__ OperandA<typename Layout::T> load(int strip, int step) const {
     OperandA<typename Layout::T> a;
-    if constexpr (kFloat) {
-      const int row = 8 * step + 2 * (lane_id() & 3);
-      const int column = column0 + 16 * strip + (lane_id() >> 2);
+    ptx::ldmatrix_x4_transposed(a.word, lane.at(16 * step, strip));
+    return a;
+  }
+};
+
+template <class Layout, int kStrips>
+struct ColumnsA<Layout, kStrips, true> {
+  FloatColumns<Layout, kStrips> lane;
+
+  __device__ __forceinline__ ColumnsA(uint32_t tile, int column0) : lane(tile, column0) {}
+
+  __device__ __forceinline__ OperandA<typename Layout::T> load(int strip, int step) const {
+    OperandA<typename Layout::T> a;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a.word[i] =
-            ptx::load_shared(tile + Layout::element_offset(row + (i >> 1), column + (i & 1) * 8));
-      }
-      a.split();
-    } else {
-      ptx::ldmatrix_x4_transposed(a.word, lane.at(16 * step, strip));
-    }
+    for (int i = 0; i < 4; ++i) a.word[i] = lane.load(step, strip, i >> 1, i & 1);
+    a.split();
     return a;
   }
 };
@@ -238,45 +263,67 @@ __device__ __forceinline__ uint4 gather_chunk(const typename T::Bits* from, int 
   return chunk;
 }
 
+// Starts to copy rows `from` .. to a tile in 16-byte pieces: `count` rows, which may be negative,
+// of `columns`; zeros past them. All of the block's kThreads take part. Done for the calling thread
+// once its cp.async groups are, for the others after a barrier.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::T::Bits* from,
+                                          int64_t stride, int columns, int count) {
+  constexpr int kChunks = Layout::kChunks;
+  constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
+  constexpr int kPass = kThreads / kChunks;  // rows that one copy of every thread takes
+  if constexpr (kThreads % kChunks == 0 && kPass % Layout::kPeriod == 0) {
+    // A thread stays in its column: addresses move on by constants.
+    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int column = chunk * Layout::kChunkElements;
+    const int left = column < columns ? count - row : 0;
+    const uint32_t to = tile + Layout::offset(row, chunk);
+    from += row * stride + column;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (kRows % kPass != 0 && row + i * kPass >= kRows) break;
+      ptx::cp_async_16(to + i * kPass * Layout::kRowBytes, from, i * kPass < left);
+      from += kPass * stride;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int copy = threadIdx.x + i * kThreads;
+      const int row = copy / kChunks, chunk = copy % kChunks;
+      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
+      const int column = chunk * Layout::kChunkElements;
+      ptx::cp_async_16(tile + Layout::offset(row, chunk), from + row * stride + column,
+                       row < count && column < columns);
+    }
+  }
+}
+
+// The same from anywhere, at once.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void gather_tile(uint32_t tile, const typename Layout::T::Bits* from,
+                                            int64_t stride, int columns, int count) {
+  constexpr int kChunks = Layout::kChunks;
+#pragma unroll 1
+  for (int copy = threadIdx.x; copy < kRows * kChunks; copy += kThreads) {
+    const int row = copy / kChunks, chunk = copy % kChunks;
+    const int column = chunk * Layout::kChunkElements;
+    const int left = row < count ? columns - column : 0;
+    ptx::store_shared_4(tile + Layout::offset(row, chunk),
+                        gather_chunk<typename Layout::T>(from + row * stride + column, left));
+  }
+}
+
 // Starts to copy rows [first, first + kRows) to a tile; zeros from row `end` on and past the
-// columns. All of the block's kThreads take part. Done for the calling thread once its cp.async
-// groups are, for the others after a barrier.
+// columns.
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int64_t first,
                                           int64_t end) {
-  using T = typename Layout::T;
-  using Bits = typename T::Bits;
-  constexpr int kChunks = Layout::kChunks;
-  constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
-  const Bits* const from = static_cast<const Bits*>(rows.data) + first * rows.stride;
-  const int count = static_cast<int>(min(end - first, int64_t{kRows}));  // may be negative
-  const auto row_of = [](int i) {
-    return kThreads % kChunks == 0 ? int(threadIdx.x) / kChunks + i * (kThreads / kChunks)
-                                   : (int(threadIdx.x) + i * kThreads) / kChunks;
-  };
-  const auto chunk_of = [](int i) {
-    return kThreads % kChunks == 0 ? int(threadIdx.x) % kChunks
-                                   : (int(threadIdx.x) + i * kThreads) % kChunks;
-  };
+  const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
+  const int count = static_cast<int>(min(end - first, int64_t{kRows}));
   if (rows.vectors) {
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = row_of(i), chunk = chunk_of(i);
-      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
-      const int column = chunk * Layout::kChunkElements;
-      ptx::cp_async_16(tile + Layout::offset(row, chunk), from + row * rows.stride + column,
-                       row < count && column < rows.columns);
-    }
+    copy_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
   } else {
-#pragma unroll 1
-    for (int i = 0; i < kCopies; ++i) {
-      const int row = row_of(i), chunk = chunk_of(i);
-      if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
-      const int column = chunk * Layout::kChunkElements;
-      const int left = row < count ? rows.columns - column : 0;
-      ptx::store_shared_4(tile + Layout::offset(row, chunk),
-                          gather_chunk<T>(from + row * rows.stride + column, left));
-    }
+    gather_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
   }
 }
 

@@ -17,6 +17,11 @@ namespace jaxflash::cuda::sm80 {
 
 constexpr bool has_large_shared_memory(int arch) { return arch >= 90 && arch < 120; }
 
+// Dynamic shared memory that a block can have, beside 1 KB of static.
+constexpr int most_shared_bytes(int arch) {
+  return (has_large_shared_memory(arch) ? 226 : 98) * 1024;
+}
+
 struct ForwardTile {
   int warps;
   int strips;  // of 16 rows, for each warp
@@ -42,7 +47,7 @@ constexpr ForwardTile forward_tile(bool is_float, int dim, bool everything, int 
   }
   if (everything) {
     // The rules need registers of their own, and more warps hide what they wait for.
-    if (dim <= 64) return {4, 1, 64, 2, true, 3};
+    if (dim <= 64) return {4, 2, 64, 2, large, 2};
     if (dim <= 96) return {4, 1, 64, 2, false, 2};
     if (dim <= 128) return {4, 2, 32, 2, false, 2};
     return {8, 1, large ? 64 : 32, large && dim <= 192 ? 2 : 1, false, 1};
