@@ -125,6 +125,7 @@ struct BackwardView {
   const float* delta;
   float* query_sums;
   uint32_t* turns;
+  float start_factor;  // from a row's maximum to what its products start from
   // Tiles of rows: those that see any of the block's keys, and those whose existing rows see all.
   int begin, end;
   int whole_begin, whole_end;
@@ -145,6 +146,7 @@ __device__ __forceinline__ void look_at(const BackwardParams& params, int64_t ba
   view.logit_max = reinterpret_cast<const float*>(at(params.statistics.logit_max, 4));
   view.log_sum = reinterpret_cast<const float*>(at(params.statistics.log_sum, 4));
   view.delta = reinterpret_cast<const float*>(at(params.delta, 4));
+  view.start_factor = view.head.scale == 0.f ? 0.f : -1.f / view.head.scale;
   const int64_t index = batch * problem.query_heads + head;
   view.query_sums = params.query_sums + index * params.strips * (16 * D);
   view.turns = params.turns + index * params.maps.row_tiles;
@@ -411,18 +413,28 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const auto logit_gradients = [&](const BackwardView& view, int row, Logits& s, Logits& g) {
     const int first_row = item.tile * kRows + row;
     const int key = first_key + logits.column;
-    float logit_max[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
+    // Logits are taken relative to their maximum before they are rounded to exponents: both may be
+    // huge. Where no rules come between, products start from it, in their own unit.
+    const float scale = view.head.scale;
+    float reference[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
 #pragma unroll
     for (int i = 0; i < 2 * K::kStrips; ++i) {
       const int in_strips = 16 * (i / 2) + 8 * (i % 2) + lane / 4;
       const float* const of_row = row_statistics + 3 * stage * kRows + row + in_strips;
+      const float logit_max = of_row[0];
       const bool sees =
-          first_row + in_strips < view.head.extent.query_length && of_row[0] != minus_infinity();
-      logit_max[i / 2][i % 2] = sees ? of_row[0] : -minus_infinity();  // probabilities of 0
-      log_sum[i / 2][i % 2] = of_row[kRows] * kLog2E;
+          first_row + in_strips < view.head.extent.query_length && logit_max != minus_infinity();
+      float& start = reference[i / 2][i % 2];
+      start = sees ? logit_max * (Policy::kEverything ? -1.f : view.start_factor) : 0.f;
+      const float rounding = Policy::kEverything ? 0.f : fmaf(start, scale, logit_max);
+      log_sum[i / 2][i % 2] = sees ? (of_row[kRows] + rounding) * kLog2E : -minus_infinity();
       delta[i / 2][i % 2] = sees ? of_row[2 * kRows] : 0.f;
     }
-    clear(s);
+#pragma unroll
+    for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
+      const int strip = i / (4 * K::kBlocks);
+      s[strip][i / 4 % K::kBlocks][i % 4] = Policy::kEverything ? 0.f : reference[strip][i / 2 % 2];
+    }
     multiply_rows(query_tile(), row, base, s);
     // Dropout acts on the products alone.
 #pragma unroll
@@ -444,7 +456,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
         x = (kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f) - delta[strip][i / 2 % 2];
       }
     }
-    float unit = view.head.scale;  // of s, in nats
+    float unit = scale;  // of s, in nats
     if constexpr (Policy::kEverything) {
       const TilePlace place = {item.tile * kRows, first_key, row, logits.column};
       apply_rules<T, Policy, kKeys>(
@@ -459,9 +471,9 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
       const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks, half = i / 2 % 2;
       float& x = s[strip][block][i % 4];
-      // The difference of what may be huge is taken first, and rounded once.
-      const float below_max = fmaf(x, unit, -logit_max[strip][half]);
-      x = ptx::ex2(fmaf(below_max, kLog2E, -log_sum[strip][half]));
+      const float exponent = Policy::kEverything ? fmaf(x, unit, reference[strip][half]) * kLog2E
+                                                 : x * (unit * kLog2E);
+      x = ptx::ex2(exponent - log_sum[strip][half]);
       g[strip][block][i % 4] *= x;
     }
     if (item.checks & kCheckRanges) {
