@@ -157,6 +157,9 @@ def is_worth_it(name: str, problem: Problem) -> bool:
 
 # Programs
 
+# What is run once need not be fast: trying out matrix products took most of a benchmark's time.
+EXPECTED_OPTIONS = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
+
 
 @dataclass(frozen=True)
 class Programs:
@@ -227,7 +230,7 @@ def prepare(
             compiling[name] = lowered.map(lambda lowered: pool.submit(lowered.compile))
         except Exception as error:
             absent[name] = reason(error)
-    compiling_expected = pool.submit(lower_expected(problem).compile)
+    compiling_expected = pool.submit(lower_expected(problem).compile, EXPECTED_OPTIONS)
 
     def wait() -> Prepared:
         programs = {}

@@ -76,7 +76,10 @@ def _load(name: str, platform: str) -> Module:
         )
         return Module(name, code, reason)
     for target, handler in code.registrations().items():
-        jax.ffi.register_ffi_target(target, handler, platform=platform)
+        # Plugins take what is registered for the upper-case name; only "cpu" is lower-case.
+        jax.ffi.register_ffi_target(
+            target, handler, platform=platform if platform == "cpu" else platform.upper()
+        )
     return Module(name, code, None)
 
 

@@ -14,6 +14,10 @@
 namespace jaxflash::cuda {
 
 inline Error text_of(cudaError_t error) {
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    return "jaxflash: no code for this GPU: the CUDA kernels need compute capability 8.0 or newer, "
+           "and a build that includes it (`python -m jaxflash` lists what was built)";
+  }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

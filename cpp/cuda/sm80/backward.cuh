@@ -32,36 +32,31 @@ __device__ __forceinline__ void clear(float (&d)[kStrips][kBlocks][4]) {
     d[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] = 0.f;
 }
 
-// d += a b over kSteps k-steps. `a_of(strip, step)` and `b_of(pair of blocks, step)` load operands,
-// those of 16-bit types a step ahead of their use.
+// d += a b over kSteps k-steps. `a_of(strip, step)` and `b_of(pair of blocks, step)` load operands:
+// those of 16-bit types a step ahead of their use; floats, which take twice the registers, at once,
+// and not with the addresses of all steps kept.
 template <class T, int kSteps, int kStrips, int kBlocks, class AOf, class BOf>
 __device__ __forceinline__ void multiply(const AOf& a_of, const BOf& b_of, bool precise,
                                          float (&d)[kStrips][kBlocks][4]) {
-  constexpr int kPairs = kBlocks / 2;
-  constexpr int kBuffers = kIsFloat<T> ? 1 : 2;
-  OperandA<T> a[kBuffers][kStrips];
-  OperandB<T> b[kBuffers][kPairs];
+  constexpr int kAhead = kIsFloat<T> ? 0 : 1;
+  OperandA<T> a[kAhead + 1][kStrips];
+  OperandB<T> b[kAhead + 1][kBlocks / 2];
   const auto load = [&](int step) {
 #pragma unroll
-    for (int strip = 0; strip < kStrips; ++strip) a[step % kBuffers][strip] = a_of(strip, step);
+    for (int strip = 0; strip < kStrips; ++strip) a[step & kAhead][strip] = a_of(strip, step);
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) b[step % kBuffers][pair] = b_of(pair, step);
+    for (int pair = 0; pair < kBlocks / 2; ++pair) b[step & kAhead][pair] = b_of(pair, step);
   };
-  if (kBuffers > 1) load(0);
-  // Floats are read one by one: addresses of all steps at once would take all registers.
-#pragma unroll(kIsFloat<T> ? 1 : kSteps)
+  if (kAhead == 1) load(0);
+#pragma unroll(kAhead == 1 ? kSteps : 1)
   for (int step = 0; step < kSteps; ++step) {
-    if (kBuffers == 1) load(step);
-    if (kBuffers > 1 && step + 1 < kSteps) load(step + 1);
+    if (step + kAhead < kSteps) load(step + kAhead);
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int strip = 0; strip < kStrips; ++strip) {
-          multiply_add(d[strip][2 * pair + i], a[step % kBuffers][strip], b[step % kBuffers][pair],
-                       i, precise);
-        }
+      for (int strip = 0; strip < kStrips; ++strip) {
+        multiply_add(d[strip][block], a[step & kAhead][strip], b[step & kAhead][block / 2],
+                     block % 2, precise);
       }
     }
   }
@@ -92,7 +87,10 @@ struct Backward {
   static constexpr int kKeyStrips = kKeys / kTile.key_sums.rows / 16;
   static constexpr int kKeyBlocks = D / kTile.key_sums.columns / 8;
   static constexpr int kQueryStrips = kRows / kTile.query_sums.rows / 16;
-  static constexpr int kQueryBlocks = D / kTile.query_sums.columns / 8;
+  // Where registers are short, 32 columns at a time.
+  static constexpr int kQueryParts =
+      D < 256 || !Policy::kEverything ? 1 : D / kTile.query_sums.columns / 32;
+  static constexpr int kQueryBlocks = D / kTile.query_sums.columns / 8 / kQueryParts;
   static_assert(kStrips > 0 && kKeyStrips > 0 && kQueryStrips > 0);
   static_assert(kBlocks % 2 == 0 && kKeyBlocks % 2 == 0 && kQueryBlocks % 2 == 0);
   static_assert(kTile.key_sums.rows * kTile.key_sums.columns == kTile.warps());
@@ -354,13 +352,14 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const WarpPlace query_place = warp_place(K::kTile.query_sums, kRows, D);
 
   // What a row that sees nothing brings must not count, even if it is NaN. All threads call it.
-  const auto clear_dead_rows = [&](const float* logit_max, uint32_t cotangent_tile) {
+  const auto clear_dead_rows = [&](const float* logit_max, uint32_t query, uint32_t cotangent) {
     const bool dead = threadIdx.x < kRows && logit_max[threadIdx.x] == minus_infinity();
     if (!__syncthreads_or(dead)) return;
     for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kThreads) {
       const int row = i / Layout::kChunks;
       if (logit_max[row] == minus_infinity()) {
-        ptx::store_shared_4(cotangent_tile + Layout::offset(row, i % Layout::kChunks), {});
+        ptx::store_shared_4(query + Layout::offset(row, i % Layout::kChunks), {});
+        ptx::store_shared_4(cotangent + Layout::offset(row, i % Layout::kChunks), {});
       }
     }
     __syncthreads();  // all wait for all zeros
@@ -412,16 +411,15 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const auto logit_gradients = [&](const BackwardView& view, int row, Logits& s, Logits& g) {
     const int first_row = item.tile * kRows + row;
     const int key = first_key + logits.column;
-    float shift[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
+    float logit_max[K::kStrips][2], log_sum[K::kStrips][2], delta[K::kStrips][2];
 #pragma unroll
     for (int i = 0; i < 2 * K::kStrips; ++i) {
       const int in_strips = 16 * (i / 2) + 8 * (i % 2) + lane / 4;
       const float* const of_row = row_statistics + 3 * stage * kRows + row + in_strips;
       const bool sees =
           first_row + in_strips < view.head.extent.query_length && of_row[0] != minus_infinity();
-      const float reference = kIsFloat<T> ? of_row[0] : (of_row[0] + of_row[kRows]) * kLog2E;
-      shift[i / 2][i % 2] = sees ? reference : -minus_infinity();
-      log_sum[i / 2][i % 2] = of_row[kRows];
+      logit_max[i / 2][i % 2] = sees ? of_row[0] : -minus_infinity();  // probabilities of 0
+      log_sum[i / 2][i % 2] = of_row[kRows] * kLog2E;
       delta[i / 2][i % 2] = sees ? of_row[2 * kRows] : 0.f;
     }
     clear(s);
@@ -446,7 +444,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
         x = (kept.kept(strip, block, i % 4) ? x * keep_scale : 0.f) - delta[strip][i / 2 % 2];
       }
     }
-    float factor = kLog2E;
+    float unit = view.head.scale;  // of s, in nats
     if constexpr (Policy::kEverything) {
       const TilePlace place = {item.tile * kRows, first_key, row, logits.column};
       apply_rules<T, Policy, kKeys>(
@@ -455,16 +453,15 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
             if (!wants_bias) g[strip][block][i] *= slope;
           },
           s);
-      factor *= logit_unit<T, Policy>(problem, view.head).nats;
-    } else {
-      factor *= view.head.scale;
+      unit = logit_unit<T, Policy>(problem, view.head).nats;
     }
 #pragma unroll
     for (int i = 0; i < K::kStrips * K::kBlocks * 4; ++i) {
       const int strip = i / (4 * K::kBlocks), block = i / 4 % K::kBlocks, half = i / 2 % 2;
       float& x = s[strip][block][i % 4];
-      x = ptx::ex2(kIsFloat<T> ? ((x - shift[strip][half]) - log_sum[strip][half]) * factor
-                               : fmaf(x, factor, -shift[strip][half]));
+      // The difference of what may be huge is taken first, and rounded once.
+      const float below_max = fmaf(x, unit, -logit_max[strip][half]);
+      x = ptx::ex2(fmaf(below_max, kLog2E, -log_sum[strip][half]));
       g[strip][block][i % 4] *= x;
     }
     if (item.checks & kCheckRanges) {
@@ -548,7 +545,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
       if (params.repeats > 1) change_batch(view);
       ptx::mbarrier_wait(first_barrier + 8 * stage, parity);
       if (params.dead_rows) {
-        clear_dead_rows(row_statistics + 3 * stage * kRows, cotangent_tile());
+        clear_dead_rows(row_statistics + 3 * stage * kRows, query_tile(), cotangent_tile());
       }
       // Where keys get nothing in units of another scale, see change_batch.
       const bool adds_to_keys = params.repeats == 1 || view.head.scale != 0.f;
@@ -615,22 +612,26 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
                     static_cast<uint32_t>((seen.end - 1) / kKeys - work.tile));
     }
     if (computes && wants_query) {
-      float q[K::kQueryStrips][K::kQueryBlocks][4];
-      clear(q);
       const RowsAPermuted<PairLayout> a(gradient_tile(), query_place.row);
-      const ColumnsB<Layout, K::kQueryBlocks / 2> b(base, query_place.column);
-      multiply<T, kKeys / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
-                                    [&](int pair, int step) { return b.load(step, pair); },
-                                    params.precise, q);
       const int first_strip = (item.tile * kRows + query_place.row) / 16;
-      float* const to =
-          view.query_sums + int64_t{first_strip} * (16 * D) + query_place.column * 16 + lane * 4;
+#pragma unroll 1
+      for (int part = 0; part < K::kQueryParts; ++part) {
+        const int column = query_place.column + part * K::kQueryBlocks * 8;
+        const ColumnsB<Layout, K::kQueryBlocks / 2> b(base, column);
+        float q[K::kQueryStrips][K::kQueryBlocks][4];
+        clear(q);
+        multiply<T, kKeys / kStep<T>>([&](int strip, int step) { return a.load(16 * strip, step); },
+                                      [&](int pair, int step) { return b.load(step, pair); },
+                                      params.precise, q);
+        float* const to =
+            view.query_sums + int64_t{first_strip} * (16 * D) + column * 16 + lane * 4;
 #pragma unroll
-      for (int strip = 0; strip < K::kQueryStrips; ++strip) {
-        if (first_strip + strip >= params.strips) continue;
+        for (int strip = 0; strip < K::kQueryStrips; ++strip) {
+          if (first_strip + strip >= params.strips) continue;
 #pragma unroll
-        for (int block = 0; block < K::kQueryBlocks; ++block) {
-          ptx::add_global_4(to + strip * (16 * D) + block * 128, q[strip][block]);
+          for (int block = 0; block < K::kQueryBlocks; ++block) {
+            ptx::add_global_4(to + strip * (16 * D) + block * 128, q[strip][block]);
+          }
         }
       }
     }

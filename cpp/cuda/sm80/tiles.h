@@ -101,15 +101,17 @@ constexpr BackwardTile backward_tile(bool is_float, int dim, bool everything, in
     if (dim <= 64 && !everything) return {64, 128, 2, 2, {1, 4}, {4, 1}, {2, 2}, 2};
     if (dim <= 64) return {64, 64, 2, 2, {2, 2}, {2, 2}, {2, 2}, 2};
     // The rules need registers of their own.
-    if (dim <= 96 && everything) return {64, 64, 1, 1, {2, 2}, {2, 2}, {2, 2}, 2};
-    if (dim <= 128 && everything) return {32, 64, 2, 2, {1, 4}, {2, 2}, {1, 4}, 2};
+    if (dim <= 96 && everything) return {64, 64, 2, 2, {1, 4}, {4, 1}, {2, 2}, 2};
+    if (dim <= 128 && everything) return {32, 64, 2, 2, {1, 4}, {4, 1}, {2, 2}, 2};
     // A warp of query_sums takes a multiple of 16 columns: not a quarter of 96.
     if (dim <= 96) return {64, 128, 2, 2, {2, 4}, {4, 2}, {4, 2}, 1};
     if (dim <= 128) return {64, 128, 2, 2, {2, 4}, {4, 2}, {2, 4}, 1};
+    if (dim > 192 && everything) return {64, 32, 2, 2, {4, 2}, {2, 4}, {4, 2}, 1};
     return {64, 64, 2, 2, {4, 2}, {2, 4}, {2, 4}, 1};
   }
   if (dim <= 64) return {64, 64, 2, 2, {4, 2}, {4, 2}, {4, 2}, 1};
   if (dim <= 128) return {64, 64, 1, 1, {4, 2}, {4, 2}, {4, 2}, 1};
+  if (dim > 192 && everything) return {64, 16, 1, 1, {4, 1}, {1, 4}, {4, 1}, 1};
   return {32, 32, 1, 1, {2, 2}, {2, 2}, {2, 2}, 1};
 }
 
