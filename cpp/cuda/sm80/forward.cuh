@@ -151,7 +151,7 @@ struct Forward {
       s[i / (4 * kKeyBlocks)][i / 4 % kKeyBlocks][i % 4] = 0.f;
     }
     // No more loads ahead of their use than registers have room for.
-    constexpr int kUnroll = kIsFloat<T> ? 2 : kSteps < 4 ? kSteps : 4;
+    constexpr int kUnroll = kIsFloat<T> ? 1 : D == 128 ? 4 : kSteps;
 #pragma unroll kUnroll
     for (int step = 0; step < kSteps; ++step) {
       OperandA<T> a[kStrips];

@@ -3,7 +3,8 @@
 //
 // Rows of a multiple of 128 bytes permute eight chunks by the row's last three bits; of others, 64
 // (32, 16) bytes long or 192, several rows already lie in different banks: they permute four (two,
-// one) chunks by the bits above the last (the last two, three).
+// one) chunks by the bits above the last (the last two, three). A permutation is an XOR, so that
+// rows whose numbers share no bit permute by one another's.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,6 @@ struct TileLayout {
                                : kChunks % 4 == 0 ? 4
                                : kChunks % 2 == 0 ? 2
                                                   : 1;
-  static constexpr int kPeriod = 8;  // rows after which the permutation repeats
   static_assert(kRowBytes % 16 == 0);
 
   static __device__ __forceinline__ uint32_t mask(uint32_t row) {
@@ -272,8 +272,8 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::
   constexpr int kChunks = Layout::kChunks;
   constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
   constexpr int kPass = kThreads / kChunks;  // rows that one copy of every thread takes
-  if constexpr (kThreads % kChunks == 0 && kPass % Layout::kPeriod == 0) {
-    // A thread stays in its column: addresses move on by constants.
+  if constexpr (kThreads % kChunks == 0 && (kPass % 8 == 0 || 8 % kPass == 0)) {
+    // A thread stays in its column: addresses move on by constants, those of chunks by an XOR.
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int column = chunk * Layout::kChunkElements;
     const int left = column < columns ? count - row : 0;
@@ -282,7 +282,8 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (kRows % kPass != 0 && row + i * kPass >= kRows) break;
-      ptx::cp_async_16(to + i * kPass * Layout::kRowBytes, from, i * kPass < left);
+      ptx::cp_async_16((to ^ (Layout::mask(i * kPass) * 16)) + i * kPass * Layout::kRowBytes, from,
+                       i * kPass < left);
       from += kPass * stride;
     }
   } else {
@@ -327,31 +328,55 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int64
   }
 }
 
+// Stores the first `count` elements of a chunk; `vector`: all of them, to an aligned place.
+template <class T>
+__device__ __forceinline__ void store_chunk(typename T::Bits* to, const uint4& words, int count,
+                                            bool vector) {
+  if (vector) {
+    *reinterpret_cast<uint4*>(to) = words;
+    return;
+  }
+  const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 16 / kSize<T>; ++i) {
+    if (i >= count) break;
+    to[i] = static_cast<typename T::Bits>(kIsFloat<T> ? parts[i % 4]
+                                                      : parts[i / 2 % 4] >> (i % 2 * 16));
+  }
+}
+
 // Copies rows [0, kRows) of a tile to rows first .. of an array, as far as they lie before `end`
 // and within the columns. All of the kThreads threads numbered `thread` take part.
 template <class Layout, int kRows, int kThreads>
 __device__ __forceinline__ void store_tile(uint32_t tile, const Rows& rows, int64_t first,
                                            int64_t end, int thread) {
   using T = typename Layout::T;
-  using Bits = typename T::Bits;
-  Bits* const to = static_cast<Bits*>(const_cast<void*>(rows.data)) + first * rows.stride;
-  const int count = static_cast<int>(end - first < kRows ? end - first : kRows);
-  for (int copy = thread; copy < kRows * Layout::kChunks; copy += kThreads) {
-    const int row = copy / Layout::kChunks;
-    const int chunk = copy % Layout::kChunks;
+  constexpr int kChunks = Layout::kChunks;
+  constexpr int kPass = kThreads / kChunks;  // as in copy_tile
+  auto* to = static_cast<typename T::Bits*>(const_cast<void*>(rows.data)) + first * rows.stride;
+  const int count = static_cast<int>(min(end - first, int64_t{kRows}));
+  if constexpr (kThreads % kChunks == 0 && (kPass % 8 == 0 || 8 % kPass == 0)) {
+    const int row = thread / kChunks, chunk = thread % kChunks;
     const int column = chunk * Layout::kChunkElements;
-    if (row >= count || column >= rows.columns) continue;
-    const uint4 words = ptx::load_shared_4(tile + Layout::offset(row, chunk));
-    Bits* const at = to + row * rows.stride + column;
-    if (rows.vectors) {
-      *reinterpret_cast<uint4*>(at) = words;
-    } else {
-      const uint32_t parts[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int i = 0; i < Layout::kChunkElements; ++i) {
-        if (column + i >= rows.columns) break;
-        at[i] = static_cast<Bits>(kIsFloat<T> ? parts[i % 4] : parts[i / 2 % 4] >> (i % 2 * 16));
-      }
+    const int left = column < rows.columns ? count - row : 0;
+    const uint32_t from = tile + Layout::offset(row, chunk);
+    to += row * rows.stride + column;
+#pragma unroll 4
+    for (int i = 0; i * kPass < left; ++i) {
+      store_chunk<T>(to,
+                     ptx::load_shared_4((from ^ (Layout::mask(i * kPass) * 16)) +
+                                        i * kPass * Layout::kRowBytes),
+                     rows.columns - column, rows.vectors);
+      to += kPass * rows.stride;
+    }
+  } else {
+    for (int copy = thread; copy < kRows * kChunks; copy += kThreads) {
+      const int row = copy / kChunks, chunk = copy % kChunks;
+      const int column = chunk * Layout::kChunkElements;
+      if (row >= count || column >= rows.columns) continue;
+      store_chunk<T>(to + row * rows.stride + column,
+                     ptx::load_shared_4(tile + Layout::offset(row, chunk)), rows.columns - column,
+                     rows.vectors);
     }
   }
 }
