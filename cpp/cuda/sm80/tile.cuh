@@ -123,19 +123,16 @@ struct ColumnsB {
 // lane / 4 and + 8 of each 16.
 template <class Layout, int kPairs>
 struct FloatColumns {
-  LaneAddress<Layout, 2 * kPairs> even, odd;  // rows
+  LaneAddress<Layout, 2 * kPairs> even;  // rows
 
   __device__ __forceinline__ FloatColumns(uint32_t tile, int column0)
-      : even(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4),
-        odd(tile, 0, column0 / 8, 2 * (lane_id() & 3) + 1, lane_id() >> 4) {
-    const uint32_t in_chunk = (lane_id() >> 2) % 4 * 4;
-    even.base += in_chunk;
-    odd.base += in_chunk;
+      : even(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4) {
+    even.base += (lane_id() >> 2) % 4 * 4;  // within the chunk
   }
 
   __device__ __forceinline__ uint32_t load(int step, int pair, bool next_row, bool eight_on) const {
-    const LaneAddress<Layout, 2 * kPairs>& lane = next_row ? odd : even;
-    return ptx::load_shared(lane.at(8 * step, 2 * pair + eight_on));
+    const uint32_t at = even.at(8 * step, 2 * pair + eight_on);
+    return ptx::load_shared(next_row ? (at ^ (Layout::mask(1) * 16)) + Layout::kRowBytes : at);
   }
 };
 
@@ -189,29 +186,30 @@ struct ColumnsA<Layout, kStrips, true> {
 // As RowsA, but floats with the elements of a k-step in ColumnsB's order.
 template <class Layout>
 struct RowsAPermuted {
-  RowsA<Layout> rows;
-  uint32_t tile;
-  int row0;
+  static constexpr bool kFloat = kIsFloat<typename Layout::T>;
+  LaneAddress<Layout, Layout::kChunks / 2> lane;
 
+  // Floats: elements 2 * (lane % 4) and the next of rows lane / 4 and 8 below.
   __device__ __forceinline__ RowsAPermuted(uint32_t tile, int row0)
-      : rows(tile, row0), tile(tile), row0(row0) {}
+      : lane(tile, row0, 0, kFloat ? lane_id() >> 2 : lane_id() & 15,
+             kFloat ? (lane_id() >> 1) & 1 : lane_id() >> 4) {
+    if (kFloat) lane.base += (lane_id() & 1) * 8;
+  }
 
   __device__ __forceinline__ OperandA<typename Layout::T> load(int row, int step) const {
-    if constexpr (kIsFloat<typename Layout::T>) {
-      OperandA<typename Layout::T> a;
-      const int column = 8 * step + 2 * (lane_id() & 3);
+    OperandA<typename Layout::T> a;
+    if constexpr (kFloat) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint2 pair = ptx::load_shared_2(
-            tile + Layout::element_offset(row0 + row + (lane_id() >> 2) + 8 * half, column));
+        const uint2 pair = ptx::load_shared_2(lane.at(row + 8 * half, step));
         a.word[half] = pair.x;
         a.word[2 + half] = pair.y;
       }
-      a.split();
-      return a;
     } else {
-      return rows.load(row, step);
+      ptx::ldmatrix_x4(a.word, lane.at(row, step));
     }
+    a.split();
+    return a;
   }
 };
 
