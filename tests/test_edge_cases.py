@@ -144,6 +144,18 @@ def test_logits_around_minus_a_million(implementation, S, dtype):
     )
 
 
+@pytest.mark.parametrize("scale", [1e-40, -1e-40])
+def test_scale_that_is_not_a_normal_number(implementation, scale):
+    """Its reciprocal is infinite; every key counts the same."""
+    call = make_call(Shape(T=9, S=21), scale=np.array(scale, np.float32), is_causal=True)
+    even = make_call(Shape(T=9, S=21), scale=np.array(0, np.float32), is_causal=True)
+    even = Call({**call.arrays, "scale": even.arrays["scale"]}, call.options, call.seed)
+    got, expected = call.flash(implementation), even.flash(implementation)
+    for name in ("output", "lse", "d_value"):
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-6, atol=1e-6)
+    assert all(np.isfinite(value).all() for value in got.values())
+
+
 @pytest.mark.parametrize("center", [-1e6, 1e6, -3e4])
 def test_differences_between_huge_logits_survive(implementation, center):
     """Logits a few units apart around a huge number: the softmax of their differences.

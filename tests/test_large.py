@@ -75,3 +75,15 @@ def test_thirty_runs_are_bitwise_equal(native, feature, H):
     for _ in range(29):
         for name, result in jax.device_get(run(call.arrays, call.cotangents)).items():
             assert result.tobytes() == first[name].tobytes(), name
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_keys_that_no_query_sees_have_deterministic_gradients_of_zero(native, H):
+    """Their blocks have nothing to compute, but take their turns."""
+    mask = np.ones((1, 1, 1, 700), bool)
+    mask[..., 64:390] = False
+    call = make_call(
+        Shape(B=2, T=700, S=700, N=2, H=H), bfloat16(), deterministic_gradients=True, mask=mask
+    )
+    for _ in range(10):
+        call.check(native)

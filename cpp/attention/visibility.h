@@ -19,7 +19,7 @@ struct Range {
   int64_t end;
 };
 
-enum class TileVisibility { kNone, kSome, kAll };
+enum class TileVisibility : uint8_t { kNone, kSome, kAll };
 
 // The visibility rules of one batch, read from the operands.
 struct Extent {

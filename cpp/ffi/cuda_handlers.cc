@@ -1,5 +1,7 @@
 #include "ffi/cuda_handlers.h"
 
+#include <string>
+
 #include "cuda/launch.h"
 #include "ffi/decode.h"
 
@@ -20,7 +22,10 @@ cuda::Workspace workspace_at(RemainingRets returns, size_t index) {
   return {(*buffer)->untyped_data(), (*buffer)->size_bytes()};
 }
 
-cuda::Precision precision_of(int64_t precision) {
+cuda::Precision precision_of(Decoder& decoder, int64_t precision) {
+  if (precision != 0 && precision != 1) {
+    decoder.fail("precision is " + std::to_string(precision) + ", expected 0 or 1");
+  }
   return precision == 1 ? cuda::Precision::kTF32 : cuda::Precision::kFloat;
 }
 
@@ -38,8 +43,9 @@ Error forward(cuda::Stream stream, RemainingArgs operands, RemainingRets returns
   results.output = decoder.result(problem, 0, {"output", "TNV", Kind::kQuery, false});
   results.statistics = decoder.statistics(problem, 1);
   results.workspace = workspace_at(returns, 3);
+  const cuda::Precision products = precision_of(decoder, precision);
   if (!decoder.ok()) return decoder.error();
-  return error_of(cuda::forward(problem, results, precision_of(precision), stream));
+  return error_of(cuda::forward(problem, results, products, stream));
 }
 
 cuda::BackwardResults backward_results(Decoder& decoder, const Problem& problem,
@@ -58,8 +64,9 @@ Error backward(cuda::Stream stream, RemainingArgs operands, RemainingRets return
   const BackwardInputs inputs = decoder.backward_inputs(problem);
   cuda::BackwardResults results = backward_results(decoder, problem, deterministic != 0);
   results.workspace = workspace_at(returns, 5);
+  const cuda::Precision products = precision_of(decoder, precision);
   if (!decoder.ok()) return decoder.error();
-  return error_of(cuda::backward(problem, inputs, results, precision_of(precision), stream));
+  return error_of(cuda::backward(problem, inputs, results, products, stream));
 }
 
 auto bind_attributes() {

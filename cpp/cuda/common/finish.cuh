@@ -52,8 +52,9 @@ __global__ void query_finish_kernel(const __grid_constant__ QueryFinishParams pa
       if (row >= problem.query_length || column >= problem.head_dim) continue;
       const bool pair = column + 1 < problem.head_dim;
       if (params.query_cotangent.data != nullptr) {
-        store_pair(T(), cotangent + row * params.query_cotangent.row + column, x * scale, y * scale,
-                   pair, params.vectors);
+        // Padding stays 0 whatever the scale.
+        store_pair(T(), cotangent + row * params.query_cotangent.row + column,
+                   x == 0.f ? 0.f : x * scale, y == 0.f ? 0.f : y * scale, pair, params.vectors);
       }
       // A row that sees nothing has sums of 0, and its query may be NaN.
       if (params.scale_cotangent.data != nullptr && row < extent.query_length) {

@@ -13,7 +13,9 @@
 
 namespace jaxflash::cuda {
 
+// The text of an error, which the runtime then forgets: it would be found after the next call too.
 inline Error text_of(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
     return "jaxflash: no code for this GPU: the CUDA kernels need compute capability 8.0 or newer, "
            "and a build that includes it (`python -m jaxflash` lists what was built)";

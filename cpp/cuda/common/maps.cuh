@@ -91,44 +91,51 @@ static __global__ void mask_map_kernel(const __grid_constant__ Problem problem,
   }
 }
 
-// Makes the maps that a problem needs, with tiles of `rows` times `keys`. Without workspace memory
-// it only counts what it takes.
-inline Error make_maps(const Problem& problem, int rows, int keys, Cursor& cursor,
-                       sm80::TileMaps& maps, bool launch, Stream stream) {
+// Takes memory for the maps that a problem needs, with tiles of `rows` times `keys`.
+inline sm80::TileMaps take_maps(const Problem& problem, int rows, int keys, Cursor& cursor) {
+  sm80::TileMaps maps;
   maps.row_tiles = tiles_of(problem.query_length, rows);
   maps.key_tiles = tiles_of(problem.key_length, keys);
   if (problem.query_segment_ids.data != nullptr) {
-    for (const bool of_keys : {false, true}) {
-      const int64_t tiles = of_keys ? maps.key_tiles : maps.row_tiles;
-      auto* bounds = cursor.take<SegmentBounds>(problem.batches * tiles);
-      (of_keys ? maps.key_segments : maps.query_segments) = bounds;
+    maps.key_segments = cursor.take<SegmentBounds>(problem.batches * maps.key_tiles);
+    maps.query_segments = cursor.take<SegmentBounds>(problem.batches * maps.row_tiles);
+  }
+  const Tensor& mask = problem.mask;
+  if (mask.data == nullptr) return maps;
+  int64_t count = 1;
+  const auto stride = [&count](bool broadcast, int64_t size) -> int64_t {
+    if (broadcast) return 0;
+    const int64_t step = count;
+    count *= size;
+    return step;
+  };
+  maps.mask.column = stride(mask.column == 0, maps.key_tiles);
+  maps.mask.row = stride(mask.row == 0, maps.row_tiles);
+  maps.mask.head = stride(mask.head == 0, problem.query_heads);
+  for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
+    maps.mask.batch[dim] = stride(mask.batch[dim] == 0, problem.batch_size[dim]);
+  }
+  maps.mask_tiles = count;
+  maps.mask.data = cursor.take<TileVisibility>(count);
+  return maps;
+}
+
+inline void launch_maps(const Problem& problem, int rows, int keys, const sm80::TileMaps& maps,
+                        Stream stream) {
+  if (maps.query_segments != nullptr) {
+    const auto launch = [&](bool of_keys, int tile, int64_t tiles, SegmentBounds* bounds) {
       const int64_t blocks = tiles_of(problem.batches * tiles, 4);
-      if (!launch || blocks == 0) continue;
-      segment_bounds_kernel<<<blocks, 128, 0, stream>>>(problem, of_keys, of_keys ? keys : rows,
-                                                        tiles, bounds);
-    }
+      if (blocks == 0) return;
+      segment_bounds_kernel<<<blocks, 128, 0, stream>>>(problem, of_keys, tile, tiles, bounds);
+    };
+    launch(true, keys, maps.key_tiles, maps.key_segments);
+    launch(false, rows, maps.row_tiles, maps.query_segments);
   }
-  if (problem.mask.data != nullptr) {
-    const Tensor& mask = problem.mask;
-    const int64_t row_tiles = mask.row == 0 ? 1 : maps.row_tiles;
-    const int64_t key_tiles = mask.column == 0 ? 1 : maps.key_tiles;
-    const int64_t heads = mask.head == 0 ? 1 : problem.query_heads;
-    maps.mask.column = mask.column == 0 ? 0 : 1;
-    maps.mask.row = mask.row == 0 ? 0 : key_tiles;
-    maps.mask.head = mask.head == 0 ? 0 : row_tiles * key_tiles;
-    int64_t count = heads * row_tiles * key_tiles;
-    for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
-      if (mask.batch[dim] == 0) continue;
-      maps.mask.batch[dim] = count;
-      count *= problem.batch_size[dim];
-    }
-    maps.mask.data = cursor.take<TileVisibility>(count);
-    if (launch && count > 0) {
-      mask_map_kernel<<<count, 128, 0, stream>>>(problem, maps.mask, rows, keys, heads, row_tiles,
-                                                 key_tiles);
-    }
+  if (maps.mask_tiles > 0) {
+    mask_map_kernel<<<maps.mask_tiles, 128, 0, stream>>>(
+        problem, maps.mask, rows, keys, maps.mask.head == 0 ? 1 : problem.query_heads,
+        maps.mask.row == 0 ? 1 : maps.row_tiles, maps.mask.column == 0 ? 1 : maps.key_tiles);
   }
-  return launch ? text_of(cudaGetLastError()) : nullptr;
 }
 
 }  // namespace jaxflash::cuda

@@ -11,6 +11,8 @@
 // and shared memory holds only the gradients, for the query.
 #pragma once
 
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -146,7 +148,8 @@ __device__ __forceinline__ void look_at(const BackwardParams& params, int64_t ba
   view.logit_max = reinterpret_cast<const float*>(at(params.statistics.logit_max, 4));
   view.log_sum = reinterpret_cast<const float*>(at(params.statistics.log_sum, 4));
   view.delta = reinterpret_cast<const float*>(at(params.delta, 4));
-  view.start_factor = view.head.scale == 0.f ? 0.f : -1.f / view.head.scale;
+  const bool normal = fabsf(view.head.scale) >= FLT_MIN;  // else 1 / scale may be infinite
+  view.start_factor = normal ? -1.f / view.head.scale : 0.f;
   const int64_t index = batch * problem.query_heads + head;
   view.query_sums = params.query_sums + index * params.strips * (16 * D);
   view.turns = params.turns + index * params.maps.row_tiles;
@@ -545,7 +548,8 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     }
     load_keys(views[item.view]);
     load_rows(item, stage);
-    __syncthreads();  // all wait for what thread 0 wrote
+    if (item.checks == kHidden) ptx::cp_async_wait_all();  // with no rows to arrive with
+    __syncthreads();                                       // all wait for what thread 0 wrote
   }
   const bool visits = item.head < params.heads;
   while (item.head < params.heads) {
@@ -665,7 +669,8 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   const float scale = visits ? key_sum_scale : 0.f;
 #pragma unroll
   for (int i = 0; i < K::kKeyStrips * K::kKeyBlocks * 4; ++i) {
-    key_sum[i / (4 * K::kKeyBlocks)][i / 4 % K::kKeyBlocks][i % 4] *= scale;
+    float& x = key_sum[i / (4 * K::kKeyBlocks)][i / 4 % K::kKeyBlocks][i % 4];
+    if (x != 0.f) x *= scale;  // padding stays 0 whatever the scale
   }
 #pragma unroll
   for (int strip = 0; strip < K::kKeyStrips; ++strip) {

@@ -13,11 +13,10 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
                       bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream) {
   static KernelCache cache;
   const auto kernel = backward_kernel<T, D, Policy>;
-  const auto tile_for = [](int a) { return backward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
   if (launch) {
     if (const Error error = prepare_kernel(kernel, cache, most_shared_bytes, arch)) return error;
   }
-  const BackwardTile tile = tile_for(arch);
+  const BackwardTile tile = backward_tile(kIsFloat<T>, D, Policy::kEverything, arch);
   const Problem& problem = params.problem;
   const int64_t query_heads = problem.batches * problem.query_heads;
   const int64_t key_heads = problem.batches / params.repeats * problem.key_heads;
@@ -27,10 +26,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
       finish.query_cotangent.data != nullptr || finish.scale_cotangent.data != nullptr;
   if (key_heads * key_tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
 
-  if (const Error error = make_maps(problem, tile.rows, tile.keys, cursor, params.maps,
-                                    launch && Policy::kEverything, stream)) {
-    return error;
-  }
+  params.maps = take_maps(problem, tile.rows, tile.keys, cursor);
   params.strips = tiles_of(problem.query_length, 16);
   params.dead_rows = rows_may_see_nothing(problem);
   const int64_t sums = query_heads * params.strips * 16 * D;
@@ -44,6 +40,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
+  if (Policy::kEverything) launch_maps(problem, tile.rows, tile.keys, params.maps, stream);
   if (wants_query && sums > 0) {
     cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream);
     if (deterministic) cudaMemsetAsync(params.turns, 0, turns * sizeof(uint32_t), stream);

@@ -22,23 +22,17 @@ template <class T, int D, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch, Stream stream) {
   static KernelCache cache;
   const auto kernel = forward_kernel<T, D, Policy>;
-  const auto tile_for = [](int a) { return forward_tile(kIsFloat<T>, D, Policy::kEverything, a); };
   if (launch) {
     if (const Error error = prepare_kernel(kernel, cache, most_shared_bytes, arch)) return error;
   }
-  const ForwardTile tile = tile_for(arch);
+  const ForwardTile tile = forward_tile(kIsFloat<T>, D, Policy::kEverything, arch);
   const Problem& problem = params.problem;
   const int64_t heads = problem.batches * problem.query_heads;
   const int64_t tiles = tiles_of(problem.query_length, tile.rows());
   if (heads * tiles == 0) return nullptr;
   if (heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
 
-  if (Policy::kEverything) {
-    if (const Error error =
-            make_maps(problem, tile.rows(), tile.keys, cursor, params.maps, launch, stream)) {
-      return error;
-    }
-  }
+  if (Policy::kEverything) params.maps = take_maps(problem, tile.rows(), tile.keys, cursor);
   params.splits = splits_of(problem, heads * tiles, tile.keys);
   if (params.splits > 1) {
     const int64_t rows = params.splits * heads * problem.query_length;
@@ -49,6 +43,7 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
+  if (Policy::kEverything) launch_maps(problem, tile.rows(), tile.keys, params.maps, stream);
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(heads);
   params.schedule.section_heads = section_heads(problem, tiles, kSize<T>);

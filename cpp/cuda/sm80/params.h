@@ -27,10 +27,11 @@ struct Vectors {
 
 // What hides whole tiles, computed before the main kernel.
 struct TileMaps {
-  const SegmentBounds* query_segments = nullptr;  // [*B, row tiles]
-  const SegmentBounds* key_segments = nullptr;    // [*B, key tiles]
+  SegmentBounds* query_segments = nullptr;  // [*B, row tiles]
+  SegmentBounds* key_segments = nullptr;    // [*B, key tiles]
   Tensor mask;  // TileVisibility of each tile, a byte: [*B, N, row tiles, key tiles], broadcast as
                 // the mask is
+  int64_t mask_tiles = 0;  // of all of the map
   int64_t row_tiles = 0;
   int64_t key_tiles = 0;
 };

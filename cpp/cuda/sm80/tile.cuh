@@ -46,7 +46,7 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 
 // Where one lane reads: the address of its row and chunk in the block of 16 rows and 32 bytes at
 // (row0, step0), from which the blocks around it are reached by an XOR (steps along the row) and an
-// addition (rows in multiples of 16), both of constants.
+// addition (rows in multiples of 8), both of constants.
 //
 // `kAround`: how many steps along the row are walked from step0 on. Where they and the
 // permutation's span do not divide one another, the address is computed anew for each.

@@ -54,7 +54,6 @@ constexpr ForwardTile forward_tile(bool is_float, int dim, bool everything, int 
   }
   if (dim <= 64) return {4, 2, 128, 2, false, 2};
   if (dim <= 128) return {4, 2, 64, 2, false, 2};  // 96 KB at 128
-  if (dim <= 192) return {8, 1, large ? 64 : 32, large ? 2 : 1, false, 1};
   return {8, 1, large ? 64 : 32, large ? 2 : 1, false, 1};
 }
 
