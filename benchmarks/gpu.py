@@ -157,8 +157,11 @@ def is_worth_it(name: str, problem: Problem) -> bool:
 
 # Programs
 
-# What is run once need not be fast: trying out matrix products took most of a benchmark's time.
-EXPECTED_OPTIONS = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
+
+def compile_expected(lowered: Any) -> Any:
+    """Compiles what is run once: the search for its fastest products would take most of the time."""
+    on_gpu = jax.default_backend() == "gpu"
+    return lowered.compile({"xla_gpu_autotune_level": "0"} if on_gpu else None)
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def prepare(
             compiling[name] = lowered.map(lambda lowered: pool.submit(lowered.compile))
         except Exception as error:
             absent[name] = reason(error)
-    compiling_expected = pool.submit(lower_expected(problem).compile, EXPECTED_OPTIONS)
+    compiling_expected = pool.submit(compile_expected, lower_expected(problem))
 
     def wait() -> Prepared:
         programs = {}
