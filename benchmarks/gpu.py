@@ -159,7 +159,7 @@ def is_worth_it(name: str, problem: Problem) -> bool:
 
 
 def compile_expected(lowered: Any) -> Any:
-    """Compiles what is run once: the search for its fastest products would take most of the time."""
+    """Compiles what is run once: searching for the fastest products would take longest."""
     on_gpu = jax.default_backend() == "gpu"
     return lowered.compile({"xla_gpu_autotune_level": "0"} if on_gpu else None)
 
