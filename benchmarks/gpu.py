@@ -469,7 +469,7 @@ def facts(commit_name: str) -> dict[str, Any]:
     return {
         "gpu": gpu,
         "driver": driver,
-        "cuda": (module.facts or {}).get("cuda_version"),
+        "cuda": ".".join(map(str, (module.facts or {}).get("cuda_version", ["none"]))),
         "commit": commit_name,
         "date": today(),
         **{name: version(name) for name in ("jax", "jaxflash", "flash-attn-jax", "torch")},
