@@ -123,15 +123,15 @@ struct ColumnsB {
 // lane / 4 and + 8 of each 16.
 template <class Layout, int kPairs>
 struct FloatColumns {
-  LaneAddress<Layout, 2 * kPairs> even;  // rows
+  LaneAddress<Layout, 2 * kPairs> lane;  // of even rows
 
   __device__ __forceinline__ FloatColumns(uint32_t tile, int column0)
-      : even(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4) {
-    even.base += (lane_id() >> 2) % 4 * 4;  // within the chunk
+      : lane(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4) {
+    lane.base += (lane_id() >> 2) % 4 * 4;  // within the chunk
   }
 
   __device__ __forceinline__ uint32_t load(int step, int pair, bool next_row, bool eight_on) const {
-    const uint32_t at = even.at(8 * step, 2 * pair + eight_on);
+    const uint32_t at = lane.at(8 * step, 2 * pair + eight_on);
     return ptx::load_shared(next_row ? (at ^ (Layout::mask(1) * 16)) + Layout::kRowBytes : at);
   }
 };
