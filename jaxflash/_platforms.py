@@ -66,6 +66,11 @@ class Call:
         empty = jnp.zeros(0, jnp.uint8)
         return [self.operands.get(name, empty) for name in self.target.operands]
 
+    def operand_types(self) -> list[Any]:
+        """The dtypes and shapes of `operand_list`."""
+        absent = jax.ShapeDtypeStruct((0,), jnp.uint8)
+        return [self.operands.get(name, absent) for name in self.target.operands]
+
     def result_types(self) -> list[Any]:
         """The types of the results in order, empty arrays of bytes for those that are unwanted."""
         absent = ((0,), jnp.uint8)
@@ -206,7 +211,7 @@ class Cuda(Platform):
         """As many bytes as the module asks for."""
         code, attributes = self.module.code, call.attributes()
         assert code is not None
-        operands = _dtypes_and_shapes(call.operand_list())
+        operands = _dtypes_and_shapes(call.operand_types())
         if call.target is FORWARD:
             size = code.forward_workspace(operands, **attributes)
         else:
