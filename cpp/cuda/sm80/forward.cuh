@@ -461,7 +461,12 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
     // tile; all wait, so that all may read this tile and overwrite the last.
     __syncthreads();
     const Visit next = next_visit(visit.tile + 1);
-    if (kStages > 1 && next.tile < keys.end) f.load_keys(next, stage ^ 1);
+    // Behind the products its addresses are computed while these are under way; with the query in
+    // registers there is no room for them then.
+    const auto load_next = [&] {
+      if (kStages > 1 && next.tile < keys.end) f.load_keys(next, stage ^ 1);
+    };
+    if (F::kTile.query_in_registers) load_next();
     if (F::kTile.query_in_registers && first) {
 #pragma unroll
       for (int step = 0; step < kKept; ++step) f.load_query(kept_query[step], step);
@@ -483,6 +488,7 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
           }
         },
         s);
+    if (!F::kTile.query_in_registers) load_next();
     const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0};
     apply_rules<T, Policy, kKeys>(
         problem, view, checks, f.array_tiles_of(stage), place, [](int, int, int, float) {}, s);
