@@ -261,28 +261,35 @@ __device__ __forceinline__ uint4 gather_chunk(const typename T::Bits* from, int 
   return chunk;
 }
 
-// Starts to copy rows `from` .. to a tile in 16-byte pieces: `count` rows, which may be negative,
-// of `columns`; zeros past them. All of the block's kThreads take part. Done for the calling thread
-// once its cp.async groups are, for the others after a barrier.
+// The first of a tile's rows.
+struct TileRows {
+  const void* data;
+  uint32_t row_bytes;  // between rows
+  int columns;         // that exist
+  int count;           // rows that exist, which may be negative
+};
+
+// Starts to copy a tile in 16-byte pieces; zeros past the rows and columns that exist. All of the
+// block's kThreads take part. Done for the calling thread once its cp.async groups are, for the
+// others after a barrier.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::T::Bits* from,
-                                          int64_t stride, int columns, int count) {
+__device__ __forceinline__ void copy_tile(uint32_t tile, const TileRows& rows) {
   constexpr int kChunks = Layout::kChunks;
   constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
   constexpr int kPass = kThreads / kChunks;  // rows that one copy of every thread takes
+  const char* from = static_cast<const char*>(rows.data);
   if constexpr (kThreads % kChunks == 0 && (kPass % 8 == 0 || 8 % kPass == 0)) {
     // A thread stays in its column: addresses move on by constants, those of chunks by an XOR.
     const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const int column = chunk * Layout::kChunkElements;
-    const int left = column < columns ? count - row : 0;
+    const int left = chunk * Layout::kChunkElements < rows.columns ? rows.count - row : 0;
     const uint32_t to = tile + Layout::offset(row, chunk);
-    from += row * stride + column;
+    from += row * rows.row_bytes + chunk * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (kRows % kPass != 0 && row + i * kPass >= kRows) break;
       ptx::cp_async_16((to ^ (Layout::mask(i * kPass) * 16)) + i * kPass * Layout::kRowBytes, from,
                        i * kPass < left);
-      from += kPass * stride;
+      from += kPass * rows.row_bytes;
     }
   } else {
 #pragma unroll
@@ -290,39 +297,46 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::
       const int copy = threadIdx.x + i * kThreads;
       const int row = copy / kChunks, chunk = copy % kChunks;
       if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
-      const int column = chunk * Layout::kChunkElements;
-      ptx::cp_async_16(tile + Layout::offset(row, chunk), from + row * stride + column,
-                       row < count && column < columns);
+      ptx::cp_async_16(tile + Layout::offset(row, chunk),
+                       from + uint64_t{rows.row_bytes} * row + chunk * 16,
+                       row < rows.count && chunk * Layout::kChunkElements < rows.columns);
     }
   }
 }
 
 // The same from anywhere, at once.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void gather_tile(uint32_t tile, const typename Layout::T::Bits* from,
-                                            int64_t stride, int columns, int count) {
+__device__ __forceinline__ void gather_tile(uint32_t tile, const Rows& rows, int64_t first,
+                                            int count) {
   constexpr int kChunks = Layout::kChunks;
+  const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
 #pragma unroll 1
   for (int copy = threadIdx.x; copy < kRows * kChunks; copy += kThreads) {
     const int row = copy / kChunks, chunk = copy % kChunks;
     const int column = chunk * Layout::kChunkElements;
-    const int left = row < count ? columns - column : 0;
+    const int left = row < count ? rows.columns - column : 0;
     ptx::store_shared_4(tile + Layout::offset(row, chunk),
-                        gather_chunk<typename Layout::T>(from + row * stride + column, left));
+                        gather_chunk<typename Layout::T>(from + row * rows.stride + column, left));
   }
+}
+
+// Rows from `first` on for copy_tile, of those that allow it.
+template <class T>
+__device__ __forceinline__ TileRows tile_rows(const Rows& rows, uint32_t first, int count) {
+  const auto row_bytes = static_cast<uint32_t>(rows.stride) * kSize<T>;
+  return {static_cast<const char*>(rows.data) + uint64_t{first} * row_bytes, row_bytes,
+          rows.columns, count};
 }
 
 // Starts to copy rows [first, first + kRows) to a tile; zeros from row `end` on and past the
 // columns.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int64_t first,
-                                          int64_t end) {
-  const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
-  const int count = static_cast<int>(min(end - first, int64_t{kRows}));
+__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int first, int end) {
   if (rows.vectors) {
-    copy_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
+    copy_tile<Layout, kRows, kThreads>(tile,
+                                       tile_rows<typename Layout::T>(rows, first, end - first));
   } else {
-    gather_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
+    gather_tile<Layout, kRows, kThreads>(tile, rows, first, end - first);
   }
 }
 
