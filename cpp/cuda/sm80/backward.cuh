@@ -609,12 +609,12 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
         using Steps = std::integral_constant<int, kRows / kStep<T>>;
         const ColumnsA<PairLayout, K::kKeyStrips> p(probability_tile(), keys_place.row);
         add_rows(
-            Steps(), [&](int strip, int step) { return p.load(strip, step); }, cotangent_tile(), 0,
+            Steps(), [&](int strip, int step) { return p.load(step, strip); }, cotangent_tile(), 0,
             value_sum);
         if (params.repeats == 1 || view.head.scale != 0.f) {
           const ColumnsA<PairLayout, K::kKeyStrips> g(gradient_tile(), keys_place.row);
           add_rows(
-              Steps(), [&](int strip, int step) { return g.load(strip, step); }, query_tile(), 0,
+              Steps(), [&](int strip, int step) { return g.load(step, strip); }, query_tile(), 0,
               key_sum);
         }
       }
