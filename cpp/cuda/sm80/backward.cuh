@@ -753,11 +753,13 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     __syncthreads();
     const Item next = b.next_item();
     const bool goes_on = next.head < params.heads;
-    if (B::kStages > 1 && goes_on) b.load_rows(next, b.next_stage());
     if (b.computes()) {
       if (b.wants_bias() && params.bias_by_tiles) b.store_bias_tile();
       b.add_to_keys();
     }
+    // Into a stage that is free since the barrier above, behind products whose operands were there:
+    // starting the copies takes time.
+    if (B::kStages > 1 && goes_on) b.load_rows(next, b.next_stage());
     if (b.takes_turns()) b.wait_for_turn();
     if (b.computes() && b.wants_query()) b.add_to_query();
     if (b.takes_turns()) b.end_turn();
