@@ -8,6 +8,12 @@
 
 namespace jaxflash::cuda::sm80 {
 
+// Blocks of a section. Every block of a head walks the same queries, cotangents and sums: the fewer
+// heads are under way, the better these stay in the L2 cache. So no more heads than it takes to
+// have a block for each place: at most two on each of the 188 multiprocessors of the largest GPU,
+// and some for those that are done early.
+inline constexpr int64_t kSectionBlocks = 512;
+
 template <class T, int D, class Policy>
 Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinishParams bias,
                       bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream) {
@@ -53,8 +59,9 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
   }
   params.schedule.tiles = static_cast<uint32_t>(key_tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
-  params.schedule.section_heads = static_cast<uint32_t>(std::clamp<int64_t>(
-      tiles_of(512, std::max<int64_t>(key_tiles, 1)), 1, std::max<int64_t>(key_heads, 1)));
+  const int64_t filling = tiles_of(kSectionBlocks, std::max<int64_t>(key_tiles, 1));
+  params.schedule.section_heads =
+      static_cast<uint32_t>(std::min(filling, std::max<int64_t>(key_heads, 1)));
   // Turns are waited for: what a block waits for must have started before it.
   params.schedule.last_first = deterministic;
   int shared = tile.shared_bytes(D, kSize<T>);
