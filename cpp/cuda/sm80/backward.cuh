@@ -167,6 +167,7 @@ struct Backward {
 
   // What the threads share beside the tiles.
   struct Shared {
+    Work work;
     BackwardView views[2];
     // Every thread arrives when its copies of a stage's rows are there; all wait before they read
     // it.
@@ -182,8 +183,6 @@ struct Backward {
   Shared& shared;
   const float* row_statistics;  // [stage][3][row], in shared memory
   uint32_t base;                // of the tiles there
-  Work work;
-  int first_key;
 
   WarpPlace logits_place = warp_place(kTile.logits, kRows, kKeys);
   WarpPlace key_place = warp_place(kTile.key_sums, kKeys, D);
@@ -191,8 +190,8 @@ struct Backward {
 
   // The current item, and where it lies.
   Item item = {-1, 0, kHidden, 0};
-  int stage = 0, parity = 0, pair_stage = 0;
-  TileScan scan;  // of the item's head
+  int computed = 0;  // items, which take turns with the stages
+  TileScan scan;     // of the item's head
 
   KeySums key_sum, value_sum;
 
@@ -206,6 +205,8 @@ struct Backward {
   }
 
   __device__ __forceinline__ bool computes() const { return item.checks != kHidden; }
+  __device__ __forceinline__ int stage() const { return computed % kStages; }
+  __device__ __forceinline__ int pair_stage() const { return computed % kPairStages; }
   // The view of the item's head.
   __device__ __forceinline__ const BackwardView& current() const { return shared.views[item.view]; }
   // A head whose scale is 0 brings the keys nothing and, where batches share them, no unit for
@@ -215,16 +216,16 @@ struct Backward {
   }
 
   __device__ __forceinline__ uint32_t query_tile() const {
-    return base + kQueryAt + stage * kRowBytes;
+    return base + kQueryAt + stage() * kRowBytes;
   }
   __device__ __forceinline__ uint32_t cotangent_tile() const {
-    return base + kCotangentAt + stage * kRowBytes;
+    return base + kCotangentAt + stage() * kRowBytes;
   }
   __device__ __forceinline__ uint32_t gradient_tile() const {
-    return base + kGradientAt + pair_stage * kPairBytes;
+    return base + kGradientAt + pair_stage() * kPairBytes;
   }
   __device__ __forceinline__ uint32_t probability_tile() const {
-    return base + kProbabilityAt + pair_stage * kPairBytes;
+    return base + kProbabilityAt + pair_stage() * kPairBytes;
   }
   __device__ __forceinline__ ArrayTiles arrays_of(int of_stage) const {
     return array_tiles(params.staging, base + kArraysAt, of_stage);
@@ -233,15 +234,16 @@ struct Backward {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared.rows_arrived)) + 8 * of_stage;
   }
 
+  __device__ __forceinline__ int first_key() const { return shared.work.tile * kKeys; }
   __device__ __forceinline__ int64_t key_head() const {
-    return work.head % static_cast<uint32_t>(problem.key_heads);
+    return shared.work.head % static_cast<uint32_t>(problem.key_heads);
   }
 
   // The batch of a repeat: the index of the block's batch unit in the dims that are kept, the
   // repeat's in the others.
   __device__ __forceinline__ int64_t batch_of(int64_t repeat) const {
     int64_t batch = 0, step = 1;
-    int64_t kept = work.head / static_cast<uint32_t>(problem.key_heads);
+    int64_t kept = shared.work.head / static_cast<uint32_t>(problem.key_heads);
     for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
       const int64_t size = problem.batch_size[dim];
       const bool summed = params.summed[dim];
@@ -275,7 +277,7 @@ struct Backward {
     view.turns = params.turns + index * params.maps.row_tiles;
 
     const Extent& extent = view.head.extent;
-    const Range keys = {first_key, int64_t{first_key} + kKeys};
+    const Range keys = {first_key(), int64_t{first_key()} + kKeys};
     const Range any = rows_of_any_key(extent, keys);
     const Range every = rows_of_every_key(extent, keys);
     view.begin = static_cast<int>(any.begin / kRows);
@@ -291,7 +293,8 @@ struct Backward {
     const bool mapped = params.maps.query_segments != nullptr || params.maps.mask.data != nullptr;
     if (Policy::kEverything && mapped) {
       const auto checks_of = [&](int t) {
-        return tile_checks<Policy, kRows, kKeys>(problem, params.maps, view.head, t, work.tile);
+        return tile_checks<Policy, kRows, kKeys>(problem, params.maps, view.head, t,
+                                                 shared.work.tile);
       };
       // Where turns are taken, hidden tiles have theirs.
       if (takes_turns()) return {tile, tile < view.end ? checks_of(tile) : kHidden};
@@ -325,18 +328,17 @@ struct Backward {
 
   // Keys of this tile that exist for a view.
   __device__ __forceinline__ int keys_in(const BackwardView& view) const {
-    return static_cast<int>(clamp_to(view.head.extent.key_length - first_key, 0, kKeys));
+    return static_cast<int>(clamp_to(view.head.extent.key_length - first_key(), 0, kKeys));
   }
 
   __device__ __forceinline__ void load_keys(const HeadView& head) const {
-    load_tile<Layout, kKeys, kThreads>(base,
-                                       rows_of(problem.key, head.index, key_head(),
-                                               problem.head_dim, kSize<T>, params.vectors.key),
-                                       first_key, head.extent.key_length);
-    load_tile<Layout, kKeys, kThreads>(base + kValueAt,
-                                       rows_of(problem.value, head.index, key_head(),
-                                               problem.value_dim, kSize<T>, params.vectors.value),
-                                       first_key, head.extent.key_length);
+    load_tiles<Layout, kKeys, kThreads>(base,
+                                        rows_of(problem.key, head.index, key_head(),
+                                                problem.head_dim, kSize<T>, params.vectors.key),
+                                        base + kValueAt,
+                                        rows_of(problem.value, head.index, key_head(),
+                                                problem.value_dim, kSize<T>, params.vectors.value),
+                                        first_key(), static_cast<int>(head.extent.key_length));
   }
 
   // Starts to load the rows of an item, their statistics, and what apply_rules will read; a thread
@@ -344,18 +346,17 @@ struct Backward {
   __device__ __forceinline__ void load_rows(const Item& to_load, int to_stage) const {
     if (to_load.checks == kHidden) return;
     const BackwardView& view = shared.views[to_load.view];
-    const int64_t first = int64_t{to_load.tile} * kRows;
-    const int64_t end = view.head.extent.query_length;
-    load_tile<Layout, kRows, kThreads>(
+    const int first = to_load.tile * kRows;
+    const int end = static_cast<int>(view.head.extent.query_length);
+    load_tiles<Layout, kRows, kThreads>(
         base + kQueryAt + to_stage * kRowBytes,
         {view.query, problem.query.row, static_cast<int>(problem.head_dim), params.vectors.query},
+        base + kCotangentAt + to_stage * kRowBytes,
+        {view.cotangent, params.output_cotangent.row, static_cast<int>(problem.value_dim),
+         params.vectors.output},
         first, end);
-    load_tile<Layout, kRows, kThreads>(base + kCotangentAt + to_stage * kRowBytes,
-                                       {view.cotangent, params.output_cotangent.row,
-                                        static_cast<int>(problem.value_dim), params.vectors.output},
-                                       first, end);
     if (threadIdx.x < kRows) {
-      const int64_t row = first + threadIdx.x;
+      const int row = first + static_cast<int>(threadIdx.x);
       const uint32_t to = base + kStatisticsAt + (3 * to_stage * kRows + threadIdx.x) * 4;
       const bool exists = row < end;
       ptx::cp_async_4(to, view.logit_max + row * params.statistics.logit_max.row, exists);
@@ -364,9 +365,9 @@ struct Backward {
     }
     if constexpr (Policy::kEverything) {
       load_arrays<kRows, kKeys, kThreads>(problem, view.head, arrays_of(to_stage), to_load.checks,
-                                          to_load.tile * kRows, first_key);
+                                          to_load.tile * kRows, first_key());
       prefetch_rules<kRows, kKeys, kThreads>(problem, view.head, params.staging, to_load.checks,
-                                             first, first_key);
+                                             first, first_key());
     }
     const Vectors& vectors = params.vectors;
     if (vectors.query && vectors.output && vectors.key && vectors.value) {
@@ -383,6 +384,7 @@ struct Backward {
     clear(value_sum);
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(rows_arrived(i), kThreads);
+      shared.work = work_of(params.schedule, blockIdx.x);
       shared.key_sum_scale = 0.f;  // for finish, where there is no item
     }
     item = next_item();  // its barriers are between the initialisation and the first arrival
@@ -392,14 +394,14 @@ struct Backward {
       shared.key_sum_scale = current().head.scale;
     }
     load_keys(current().head);
-    load_rows(item, stage);
+    load_rows(item, stage());
     if (!computes()) ptx::cp_async_wait_all();  // with no rows to arrive with
     __syncthreads();                            // all wait for what thread 0 wrote
   }
 
   // What a row that sees nothing brings must not count, even if it is NaN. All threads call it.
   __device__ __forceinline__ void clear_dead_rows() const {
-    const float* const logit_max = row_statistics + 3 * stage * kRows;
+    const float* const logit_max = row_statistics + 3 * stage() * kRows;
     const bool dead = threadIdx.x < kRows && logit_max[threadIdx.x] == minus_infinity();
     if (!__syncthreads_or(dead)) return;
 #pragma unroll 1  // rare: not worth the registers of more
@@ -439,7 +441,7 @@ struct Backward {
   // call it.
   __device__ __forceinline__ void wait_for_rows() {
     if (params.repeats > 1) change_batch();
-    ptx::mbarrier_wait(rows_arrived(stage), parity);
+    ptx::mbarrier_wait(rows_arrived(stage()), computed / kStages % 2);
     if (params.dead_rows) clear_dead_rows();
   }
 
@@ -469,7 +471,7 @@ struct Backward {
 #pragma unroll
     for (int i = 0; i < 2 * kStrips; ++i) {
       const int in_strips = 16 * (i / 2) + 8 * (i % 2) + lane_id() / 4;
-      const float* const of_row = row_statistics + 3 * stage * kRows + row + in_strips;
+      const float* const of_row = row_statistics + 3 * stage() * kRows + row + in_strips;
       const float logit_max = of_row[0];
       const bool exists = item.tile * kRows + row + in_strips < view.head.extent.query_length;
       const bool sees = exists && logit_max != minus_infinity();
@@ -486,7 +488,7 @@ struct Backward {
   __device__ __forceinline__ void logit_gradients(int row, Logits& s, Logits& g) const {
     const HeadView& head = current().head;
     const int first_row = item.tile * kRows + row;
-    const int key = first_key + logits_place.column;
+    const int key = first_key() + logits_place.column;
     // Read from shared memory ahead of the products.
     const RowTerms terms = row_terms(row);
     float unit = head.scale;  // of s, in nats
@@ -514,9 +516,9 @@ struct Backward {
       });
     }
     if constexpr (Policy::kEverything) {
-      const TilePlace place = {item.tile * kRows, first_key, row, logits_place.column};
+      const TilePlace place = {item.tile * kRows, first_key(), row, logits_place.column};
       apply_rules<T, Policy, kKeys>(
-          problem, head, item.checks, arrays_of(stage), place,
+          problem, head, item.checks, arrays_of(stage()), place,
           [&](int strip, int block, int i, float slope) {
             if (!wants_bias()) g[strip][block][i] *= slope;
           },
@@ -550,7 +552,7 @@ struct Backward {
   __device__ __forceinline__ void take_bias_cotangent(int row, Logits& s, Logits& g) const {
     const HeadView& head = current().head;
     const int first_row = item.tile * kRows + row;
-    const int key = first_key + logits_place.column;
+    const int key = first_key() + logits_place.column;
     if (params.bias_sums) {
       add_bias_cotangent(problem, params.bias_cotangent, head, first_row, key, g);
     } else if (!params.bias_by_tiles) {
@@ -568,8 +570,8 @@ struct Backward {
   __device__ __forceinline__ void store_bias_tile() const {
     const HeadView& head = current().head;
     const Rows all = rows_of(params.bias_cotangent, head.index, head.head, 0, kSize<T>, true);
-    const Rows rows = {static_cast<const char*>(all.data) + first_key * kSize<T>, all.stride,
-                       static_cast<int>(problem.key_length) - first_key, true};
+    const Rows rows = {static_cast<const char*>(all.data) + first_key() * kSize<T>, all.stride,
+                       static_cast<int>(problem.key_length) - first_key(), true};
     store_tile<PairLayout, kRows, kThreads>(gradient_tile(), rows, int64_t{item.tile} * kRows,
                                             head.extent.query_length, threadIdx.x);
   }
@@ -638,7 +640,7 @@ struct Backward {
     const int64_t first_row = int64_t{item.tile} * kRows;
     const Range rows = {first_row, min_of(first_row + kRows, problem.query_length)};
     const Range seen = keys_of_any_row(current().head.extent, rows);
-    const auto turn = static_cast<uint32_t>((seen.end - 1) / kKeys - work.tile);
+    const auto turn = static_cast<uint32_t>((seen.end - 1) / kKeys - shared.work.tile);
     if (threadIdx.x == 0) {
       while (ptx::load_acquire(current().turns + item.tile) != turn) {
       }
@@ -678,15 +680,9 @@ struct Backward {
   }
 
   // The stage for the next item's rows: hidden tiles have none.
-  __device__ __forceinline__ int next_stage() const {
-    return computes() ? stage ^ (kStages - 1) : stage;
-  }
+  __device__ __forceinline__ int next_stage() const { return (computed + computes()) % kStages; }
   __device__ __forceinline__ void go_on_to(const Item& next) {
-    if (computes()) {
-      stage = next_stage();
-      if (stage == 0) parity ^= 1;
-      pair_stage ^= kPairStages - 1;
-    }
+    computed += computes();
     item = next;
   }
 
@@ -712,14 +708,14 @@ struct Backward {
           base,
           rows_of(params.key_cotangent, index, key_head(), problem.head_dim, kSize<T>,
                   params.vector_key_cotangent),
-          first_key, problem.key_length, threadIdx.x);
+          first_key(), problem.key_length, threadIdx.x);
     }
     if (params.value_cotangent.data != nullptr) {
       store_tile<Layout, kKeys, kThreads>(
           base + kValueAt,
           rows_of(params.value_cotangent, index, key_head(), problem.value_dim, kSize<T>,
                   params.vector_value_cotangent),
-          first_key, problem.key_length, threadIdx.x);
+          first_key(), problem.key_length, threadIdx.x);
     }
   }
 };
@@ -731,14 +727,8 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
   using B = Backward<T, D, Policy>;
   extern __shared__ __align__(128) uint8_t tiles[];
   __shared__ typename B::Shared shared;
-  const Work work = work_of(params.schedule, blockIdx.x);
-  B b = {params,
-         params.problem,
-         shared,
-         reinterpret_cast<const float*>(tiles + B::kStatisticsAt),
-         static_cast<uint32_t>(__cvta_generic_to_shared(tiles)),
-         work,
-         static_cast<int>(work.tile) * B::kKeys};
+  B b = {params, params.problem, shared, reinterpret_cast<const float*>(tiles + B::kStatisticsAt),
+         static_cast<uint32_t>(__cvta_generic_to_shared(tiles))};
 
   b.start();
   while (b.item.head < params.heads) {

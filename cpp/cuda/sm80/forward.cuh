@@ -119,17 +119,12 @@ struct Forward {
   // Keys and values of a tile, and what apply_rules will read for this block's rows.
   __device__ __forceinline__ void load_keys(const Visit& visit, int stage) const {
     const int first = visit.tile * kKeys;
-    const int count = static_cast<int>(view.extent.key_length) - first;
-    const Rows key = {view.key, problem.key.row, static_cast<int>(problem.head_dim)};
-    const Rows value = {view.value, problem.value.row, static_cast<int>(problem.value_dim)};
-    const uint32_t to = stage * kKeyBytes;
-    if (params.vectors.key && params.vectors.value) {
-      copy_tile<Layout, kKeys, kThreads>(key_tile + to, tile_rows<T>(key, first, count));
-      copy_tile<Layout, kKeys, kThreads>(value_tile + to, tile_rows<T>(value, first, count));
-    } else {
-      gather_tile<Layout, kKeys, kThreads>(key_tile + to, key, first, count);
-      gather_tile<Layout, kKeys, kThreads>(value_tile + to, value, first, count);
-    }
+    load_tiles<Layout, kKeys, kThreads>(
+        key_tile + stage * kKeyBytes,
+        {view.key, problem.key.row, static_cast<int>(problem.head_dim), params.vectors.key},
+        value_tile + stage * kKeyBytes,
+        {view.value, problem.value.row, static_cast<int>(problem.value_dim), params.vectors.value},
+        first, static_cast<int>(view.extent.key_length));
     if constexpr (Policy::kEverything) {
       load_arrays<kRows, kKeys, kThreads>(problem, view, array_tiles_of(stage), visit.checks,
                                           tiles.first_row, first);

@@ -255,7 +255,8 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const TileRows& rows) {
   const char* from = static_cast<const char*>(rows.data);
   if constexpr (kThreads % kChunks == 0 && (kPass % 8 == 0 || 8 % kPass == 0)) {
     // A thread stays in its column: addresses move on by constants, those of chunks by an XOR.
-    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int thread = ptx::thread_index();
+    const int row = thread / kChunks, chunk = thread % kChunks;
     const int left = chunk * Layout::kChunkElements < rows.columns ? rows.count - row : 0;
     const uint32_t to = tile + Layout::offset(row, chunk);
     from += row * rows.row_bytes + chunk * 16;
@@ -286,7 +287,7 @@ __device__ __forceinline__ void gather_tile(uint32_t tile, const Rows& rows, int
   constexpr int kChunks = Layout::kChunks;
   const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
 #pragma unroll 1
-  for (int copy = threadIdx.x; copy < kRows * kChunks; copy += kThreads) {
+  for (int copy = ptx::thread_index(); copy < kRows * kChunks; copy += kThreads) {
     const int row = copy / kChunks, chunk = copy % kChunks;
     const int column = chunk * Layout::kChunkElements;
     const int left = row < count ? rows.columns - column : 0;
@@ -312,6 +313,21 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int f
                                        tile_rows<typename Layout::T>(rows, first, end - first));
   } else {
     gather_tile<Layout, kRows, kThreads>(tile, rows, first, end - first);
+  }
+}
+
+// Two tiles of the same rows of two arrays. One stretch of code: their addresses are computed side
+// by side.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void load_tiles(uint32_t tile, const Rows& rows, uint32_t other_tile,
+                                           const Rows& other, int first, int end) {
+  using T = typename Layout::T;
+  if (rows.vectors && other.vectors) {
+    copy_tile<Layout, kRows, kThreads>(tile, tile_rows<T>(rows, first, end - first));
+    copy_tile<Layout, kRows, kThreads>(other_tile, tile_rows<T>(other, first, end - first));
+  } else {
+    gather_tile<Layout, kRows, kThreads>(tile, rows, first, end - first);
+    gather_tile<Layout, kRows, kThreads>(other_tile, other, first, end - first);
   }
 }
 
