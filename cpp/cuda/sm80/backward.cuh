@@ -98,7 +98,7 @@ struct BackwardView {
 
 // What a block visits, one after the other: the tiles of rows of each head of each batch.
 struct Item {
-  int head;  // of all repeats and the group of query heads; the number of them at the end
+  int head;  // of all repeats and the group of query heads; past the block's at the end
   int tile;
   int checks;  // kHidden: nothing to compute, at most a turn to take
   int view;    // which of the two
@@ -168,6 +168,7 @@ struct Backward {
   // What the threads share beside the tiles.
   struct Shared {
     Work work;
+    int end_head;  // of those that the block takes its keys past
     BackwardView views[2];
     // Every thread arrives when its copies of a stage's rows are there; all wait before they read
     // it.
@@ -189,7 +190,7 @@ struct Backward {
   WarpPlace query_place = warp_place(kTile.query_sums, kRows, D);
 
   // The current item, and where it lies.
-  Item item = {-1, 0, kHidden, 0};
+  Item item = {0, -1, kHidden, 0};
   int computed = 0;  // items, which take turns with the stages
   TileScan scan;     // of the item's head
 
@@ -239,21 +240,10 @@ struct Backward {
     return shared.work.head % static_cast<uint32_t>(problem.key_heads);
   }
 
-  // The batch of a repeat: the index of the block's batch unit in the dims that are kept, the
-  // repeat's in the others.
+  // The batch of a repeat of the block's batch unit.
   __device__ __forceinline__ int64_t batch_of(int64_t repeat) const {
-    int64_t batch = 0, step = 1;
-    int64_t kept = shared.work.head / static_cast<uint32_t>(problem.key_heads);
-    for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
-      const int64_t size = problem.batch_size[dim];
-      const bool summed = params.summed[dim];
-      const int64_t index = summed ? repeat : kept;
-      batch += index % size * step;
-      repeat = summed ? index / size : repeat;
-      kept = summed ? kept : index / size;
-      step *= size;
-    }
-    return batch;
+    return sm80::batch_of(params, shared.work.head / static_cast<uint32_t>(problem.key_heads),
+                          repeat);
   }
 
   // Thread 0 fills in the view of a head, numbered as an item's.
@@ -282,6 +272,9 @@ struct Backward {
     const Range every = rows_of_every_key(extent, keys);
     view.begin = static_cast<int>(any.begin / kRows);
     view.end = any.end > any.begin ? static_cast<int>((any.end + kRows - 1) / kRows) : 0;
+    const int64_t first = blockIdx.y * params.split_tiles - number * params.row_tiles;
+    view.begin = static_cast<int>(max_of(view.begin, first));
+    view.end = static_cast<int>(min_of(view.end, first + params.split_tiles));
     view.whole_begin = static_cast<int>((every.begin + kRows - 1) / kRows);
     // Rows past the query length need no checks: their probabilities are 0.
     const bool to_the_end = every.end == extent.query_length;
@@ -307,13 +300,13 @@ struct Backward {
   __device__ __forceinline__ Item next_item() {
     Visit visit = {0, kHidden};
     int end = 0;
-    if (item.head >= 0) {
+    if (item.tile >= 0) {
       visit = visible_from(current(), item.tile + 1);
       end = current().end;
     }
     Item next = item;
     while (visit.tile >= end) {
-      if (++next.head >= params.heads) break;
+      if (++next.head >= shared.end_head) break;
       next.view = 1 - item.view;
       BackwardView& view = shared.views[next.view];
       __syncthreads();  // all have done with the view, before thread 0 overwrites it
@@ -382,13 +375,18 @@ struct Backward {
   __device__ __forceinline__ void start() {
     clear(key_sum);
     clear(value_sum);
+    const int64_t first_tile = blockIdx.y * params.split_tiles;
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(rows_arrived(i), kThreads);
       shared.work = work_of(params.schedule, blockIdx.x);
+      shared.end_head = static_cast<int>(
+          min_of(params.heads, 1 + (first_tile + params.split_tiles - 1) / params.row_tiles));
       shared.key_sum_scale = 0.f;  // for finish, where there is no item
     }
-    item = next_item();  // its barriers are between the initialisation and the first arrival
-    if (item.head >= params.heads) return;
+    __syncthreads();  // all wait for what thread 0 wrote
+    item.head = static_cast<int>(first_tile / params.row_tiles) - 1;
+    item = next_item();
+    if (item.head >= shared.end_head) return;
     if (threadIdx.x == 0) {
       shared.loaded_keys = keys_in(current());
       shared.key_sum_scale = current().head.scale;
@@ -686,6 +684,19 @@ struct Backward {
     item = next;
   }
 
+  // Stores the block's share of sums.
+  __device__ __forceinline__ void store_split(const KeySums& sum, float* to) const {
+    if (to == nullptr) return;
+    const int64_t unit = int64_t{blockIdx.y} * params.schedule.heads + shared.work.head;
+    for_each_element<kKeyStrips, kKeyBlocks>([&](int strip, int block, int i) {
+      const int row = first_key() + key_place.row + 16 * strip + 8 * (i / 2) + lane_id() / 4;
+      const int column = key_place.column + 8 * block + 2 * (lane_id() % 4) + i % 2;
+      if (row < problem.key_length) {
+        to[(unit * problem.key_length + row) * D + column] = sum[strip][block][i];
+      }
+    });
+  }
+
   // Stores the sums. Through shared memory, for 16-byte stores: key and value tiles are not needed
   // any more.
   __device__ __forceinline__ void finish() {
@@ -695,6 +706,11 @@ struct Backward {
       float& x = key_sum[strip][block][i];
       if (x != 0.f) x *= scale;  // padding stays 0 whatever the scale
     });
+    if (params.splits > 1) {
+      store_split(key_sum, params.split_key);
+      store_split(value_sum, params.split_value);
+      return;
+    }
 #pragma unroll
     for (int strip = 0; strip < kKeyStrips; ++strip) {
       write_strip<Layout>(base, key_place.row + 16 * strip, key_place.column / 8, key_sum[strip]);
@@ -731,7 +747,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
          static_cast<uint32_t>(__cvta_generic_to_shared(tiles))};
 
   b.start();
-  while (b.item.head < params.heads) {
+  while (b.item.head < shared.end_head) {
     // All have done with the last item's probabilities and gradients.
     if (B::kPairStages == 1 && B::kStages > 1) __syncthreads();
     if (b.computes()) {
@@ -742,7 +758,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads,
     // whose stage may be overwritten.
     __syncthreads();
     const Item next = b.next_item();
-    const bool goes_on = next.head < params.heads;
+    const bool goes_on = next.head < shared.end_head;
     if (b.computes()) {
       if (b.wants_bias() && params.bias_by_tiles) b.store_bias_tile();
       b.add_to_keys();

@@ -43,6 +43,16 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     params.bias_cotangent.data = cursor.take<float>(bias.elements);
     if (deterministic) return "jaxflash: deterministic gradients of a broadcast bias";
   }
+  params.row_tiles = std::max<int64_t>(row_tiles, 1);
+  params.splits = splits_of(key_heads * key_tiles, params.heads * row_tiles);
+  params.split_tiles = tiles_of(params.heads * params.row_tiles, params.splits);
+  if (params.splits > 1) {
+    const int64_t sums_of_keys = params.splits * key_heads * problem.key_length * D;
+    if (params.key_cotangent.data != nullptr) params.split_key = cursor.take<float>(sums_of_keys);
+    if (params.value_cotangent.data != nullptr) {
+      params.split_value = cursor.take<float>(sums_of_keys);
+    }
+  }
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
@@ -74,8 +84,9 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
                            allows_vectors(params.bias_cotangent, problem.key_length, kSize<T>);
   }
   if (key_heads * key_tiles > 0) {
-    kernel<<<static_cast<unsigned>(key_heads * key_tiles), tile.threads(), shared, stream>>>(
-        params);
+    const dim3 grid(static_cast<unsigned>(key_heads * key_tiles), params.splits);
+    kernel<<<grid, tile.threads(), shared, stream>>>(params);
+    if (params.splits > 1) finish_keys<T, D>(params, stream);
   }
   if (wants_query && query_heads * params.strips > 0) {
     finish.query_sums = params.query_sums;
