@@ -117,5 +117,12 @@ def _philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, ...]) -> tuple
 
 
 def _mulhi(a: np.uint32, b: jax.Array) -> jax.Array:
-    """The high words of the 64-bit products of a constant and `b`."""
-    return lax.mulhi(jnp.full_like(b, a), b)
+    """The high words of the 64-bit products of a constant and `b`, from those of their halves.
+
+    XLA cannot compile `lax.mulhi` in programs that are sharded.
+    """
+    low, half = np.uint32(0xFFFF), np.uint32(16)
+    a_low, a_high, b_low, b_high = a & low, a >> half, b & low, b >> half
+    middle = a_high * b_low + (a_low * b_low >> half)
+    other = a_low * b_high + (middle & low)
+    return a_high * b_high + (middle >> half) + (other >> half)

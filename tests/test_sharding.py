@@ -142,9 +142,9 @@ def test_b99_each_device_computes_its_part(native, name):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_shardings_change_no_numbers(implementation, name):
-    """Plain calls, whose key and value may be dealt otherwise than the query."""
+    """Also where key and value are dealt otherwise than the query."""
     layout = LAYOUTS[name]
-    mesh, call = make_mesh(layout.mesh), make_call(layout.shape, is_causal=True)
+    mesh, call = make_mesh(layout.mesh), everything(layout.shape)
     for keys in (P("data", None, "model"), P(None, None, "data"), P(), P(None, "data")):
         specs = {**SPECS, "key": keys, "value": keys}
         got = runner(call, implementation)(placed(call, mesh, specs), call.cotangents)
@@ -191,7 +191,7 @@ def test_b109_a_sharded_sequence_is_gathered(implementation):
 @pytest.mark.parametrize("inside", [False, True])
 def test_b106_explicit_meshes(implementation, inside):
     """Shardings in types: that of the output is the query's; calls within `set_mesh` or without."""
-    call = make_call(LAYOUTS["grouped heads"].shape, is_causal=True)
+    call = everything(LAYOUTS["grouped heads"].shape)
     mesh = make_mesh((2, 4), AxisType.Explicit)
     arrays, cotangents = placed(call, mesh), cotangents_on(call, mesh)
     run = runner(call, implementation)
