@@ -40,4 +40,18 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// mapa.shared::cluster.u32 and st.async.shared::cluster.mbarrier::complete_tx::bytes.b32, PTX ISA
+// sections "mapa" and "st.async": stores a word to block `rank` of the cluster, at the address that
+// `to` has here; its four bytes are counted on the barrier at `barrier` there. sm_90.
+__device__ __forceinline__ void store_async_at(uint32_t to, uint32_t word, uint32_t barrier,
+                                               uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 to, barrier;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [barrier]; }" ::"r"(to),
+      "r"(word), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 }  // namespace jaxflash::cuda::ptx

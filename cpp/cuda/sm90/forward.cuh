@@ -1,11 +1,12 @@
 // Forward pass on Hopper: online softmax over tiles of keys (arXiv 1805.02867, 2307.08691), by
 // warps with different roles (arXiv 2407.08608).
 //
-// One producer warp has tiles copied by the tensor memory accelerator; each consumer warpgroup owns
-// 64 rows. The products of a warpgroup run asynchronously: Q K^T of the next tile and P V of this one
-// are under way while it does the softmax, and warpgroups take turns at issuing products, so that
-// the tensor cores always have some. Blocks are persistent: while consumers finish a tile of rows,
-// the producer has begun the next.
+// Blocks are persistent. One warp of each deals out tiles of rows and plans them, three have queries,
+// keys and values copied by the tensor memory accelerator, and each of the consumer warpgroups owns
+// 64 rows. Products run asynchronously: a warpgroup starts Q K^T of the next tile of keys and P V of
+// this one together, and does the softmax of the former while the latter is under way; from one tile
+// of rows to the next likewise. Warpgroups take turns at Q K^T, so that while one has its softmax,
+// the tensor cores work for another.
 #pragma once
 
 #include <cstdint>
@@ -43,9 +44,15 @@ struct RowKeys {
   __device__ __forceinline__ int clamped(int key) const { return max(0, min(key, length)); }
 };
 
-// What a block is to do with one tile of rows, as the producer tells the consumers.
+// Where a head's tiles lie in a map.
+struct Place {
+  int head, batch;
+};
+
+// What a block is to do with one tile of rows.
 template <int kWarpgroups>
 struct Plan {
+  bool stop;  // there is nothing to do any more
   int first_row;
   KeyTiles keys;                // that come by
   KeyTiles seen[kWarpgroups];   // those of them that a warpgroup sees
@@ -53,14 +60,11 @@ struct Plan {
   RowKeys row_keys;
   int query_length;
   float scale;
+  BatchIndex index;
+  Place query, key, value;
   // Element offsets of the head.
   int64_t output, logit_max, log_sum;
 };
-
-// When a plan is made, consumers may be at the last and the last but one, whose queries they have
-// read.
-inline constexpr int kPlans = 3;
-__device__ __forceinline__ int next_plan(int plan) { return plan == kPlans - 1 ? 0 : plan + 1; }
 
 // keys_of_row as RowKeys.
 __device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
@@ -72,22 +76,24 @@ __device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
           static_cast<int>(extent.key_length)};
 }
 
-// A place in a ring of stages, and the parity of the phase that its barriers are in there.
+// A place in a ring of stages, and the parity of the phase that its barriers are in there; both in
+// one register.
 template <int kStages>
 struct Ring {
-  int stage = 0;
-  int parity = 0;
+  int position = 0;
 
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
+  __device__ __forceinline__ int stage() const { return position % kStages; }
+  __device__ __forceinline__ int parity() const { return position / kStages; }
+  __device__ __forceinline__ void advance() { position = (position + 1) % (2 * kStages); }
 };
 
 template <class T, int D, int V>
 struct Forward {
   static constexpr ForwardTile kTile = forward_tile(D, V);
   static constexpr int kWarpgroups = kTile.warpgroups, kKeys = kTile.keys;
-  static constexpr int kStages = kTile.stages, kCluster = kTile.cluster;
+  static constexpr int kQueryStages = kTile.query_stages, kStages = kTile.stages;
+  static constexpr int kCluster = kTile.cluster;
+  static constexpr int kPlans = 4;  // consumers may be at two, and loaders at the next
   static constexpr int kRows = kTile.rows(), kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -100,17 +106,22 @@ struct Forward {
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
 
-  // Barriers named *_full: the producer arrives and its copies are counted, consumers wait.
-  // *_empty: one thread of each consumer warpgroup arrives that is done with the tile, of keys and
-  // values also at the other blocks of the cluster, whose producers write here too; producers wait.
+  // Barriers named *_full: whoever fills the place arrives, and copies are counted; its readers wait.
+  // *_empty: each reader arrives that is done with it, one thread of a warp for plans and of a
+  // warpgroup for the operands of its products, with keys and values also at the other blocks of the
+  // cluster, which write here too; the filler waits.
   struct Shared {
-    uint8_t query[kWarpgroups][kQueryBytes];
+    uint8_t query[kQueryStages][kWarpgroups][kQueryBytes];
     uint8_t key[kStages][kKeyBytes];
     uint8_t value[kStages][kValueBytes];
-    uint64_t query_full[kWarpgroups], query_empty[kWarpgroups];
+    uint64_t query_full[kQueryStages][kWarpgroups], query_empty[kQueryStages][kWarpgroups];
     uint64_t key_full[kStages], key_empty[kStages];
     uint64_t value_full[kStages], value_empty[kStages];
-    uint64_t value_landed;  // as value_full, but it is the producer that waits
+    uint64_t value_landed;  // as value_full, but its loader waits
+    uint64_t unit_full;     // of `unit`, which the first block of the cluster fills in all
+    uint64_t unit_empty;    // in the first block
+    uint64_t plan_full[kPlans], plan_empty[kPlans];
+    uint32_t unit;
     Plan<kWarpgroups> plans[kPlans];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
@@ -120,104 +131,30 @@ __device__ __forceinline__ uint32_t shared_address(const void* of) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(of));
 }
 
-// The tile of rows and head that a cluster takes in its `turn`. Every other turn goes backwards, so
-// that where tiles come longest first, no cluster gets the longer one each time.
-__device__ __forceinline__ uint32_t unit_of_turn(uint32_t turn, uint32_t cluster,
-                                                 uint32_t clusters) {
-  return turn * clusters + (turn & 1 ? clusters - 1 - cluster : cluster);
+template <int kCluster>
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  return kCluster > 1 ? ptx::cluster_rank() : 0;
 }
 
-// One warp.
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  ptx::mbarrier_arrive(shared_address(&barrier));
+}
+__device__ __forceinline__ void wait(const uint64_t& barrier, int parity) {
+  ptx::mbarrier_sleep(shared_address(&barrier), parity);
+}
+
+// The warp that deals out work: units, each a head's tile of rows of the cluster.
 template <class T, int D, int V>
-struct Producer {
+struct Planner {
   using F = Forward<T, D, V>;
   static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
 
   const ForwardParams& params;
   typename F::Shared& shared;
-  uint32_t rank;  // in the cluster
-  int lane;
-  Ring<F::kStages> ring_of_keys, ring_of_values;
-  int query_parity = 0, landed_parity = 0;
 
-  // Where a head's tiles lie in a map.
-  struct Place {
-    int head, batch;
-  };
-  static __device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& index,
-                                                   int head) {
-    int batch = 0;
-    for (int dim = 0; dim < kMaxBatchDims; ++dim) batch += index.at[dim] * map.batch[dim];
-    return {head, batch};
-  }
-
-  // The blocks of a cluster each have some of the panels copied, to all of them.
-  template <int kPanels>
-  __device__ __forceinline__ void copy_keys(const TileMap& map, const Place& place, int tile,
-                                            const void* to, uint64_t& full) const {
-    if (lane != 0) return;
-    const uint32_t barrier = shared_address(&full);
-    ptx::mbarrier_arrive_expecting(barrier, kPanels * F::kKeyPanelBytes);
-#pragma unroll
-    for (int i = 0; i < kPanels; i += kCluster) {
-      const int panel = i + rank;
-      if (kPanels % kCluster != 0 && panel >= kPanels) break;
-      const uint32_t at = shared_address(to) + panel * F::kKeyPanelBytes;
-      if constexpr (kCluster > 1) {
-        ptx::tma_load_multicast(at, &map.map, barrier, (1 << kCluster) - 1, 64 * panel, place.head,
-                                tile * kKeys, place.batch);
-      } else {
-        ptx::tma_load(at, &map.map, barrier, 64 * panel, place.head, tile * kKeys, place.batch);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_keys(const Place& place, int tile) {
-    ptx::mbarrier_sleep(shared_address(&shared.key_empty[ring_of_keys.stage]), ring_of_keys.parity ^ 1);
-    copy_keys<F::kPanels>(params.key, place, tile, shared.key[ring_of_keys.stage],
-                          shared.key_full[ring_of_keys.stage]);
-    ring_of_keys.advance();
-  }
-
-  // `length`: of the values that exist. What the array holds past it is replaced by zeros, since
-  // its products with probabilities of 0 need not be 0.
-  __device__ __forceinline__ void load_values(const Place& place, int tile, int length) {
-    const int stage = ring_of_values.stage;
-    ptx::mbarrier_sleep(shared_address(&shared.value_empty[stage]), ring_of_values.parity ^ 1);
-    ring_of_values.advance();
-    const int left = length - tile * kKeys;
-    if (left >= kKeys || length == params.problem.key_length) {
-      copy_keys<F::kValuePanels>(params.value, place, tile, shared.value[stage],
-                                 shared.value_full[stage]);
-      return;
-    }
-    copy_keys<F::kValuePanels>(params.value, place, tile, shared.value[stage], shared.value_landed);
-    ptx::mbarrier_sleep(shared_address(&shared.value_landed), landed_parity);
-    landed_parity ^= 1;
-    for (int panel = 0; panel < F::kValuePanels; ++panel) {
-      const uint32_t rows = shared_address(shared.value[stage]) + panel * F::kKeyPanelBytes;
-      for (int i = left * 128 + 16 * lane; i < F::kKeyPanelBytes; i += 16 * 32) {
-        ptx::store_shared_4(rows + i, {0, 0, 0, 0});
-      }
-    }
-    ptx::fence_proxy_async();
-    __syncwarp();  // lane 0 waits for all lanes' zeros
-    if (lane == 0) ptx::mbarrier_arrive(shared_address(&shared.value_full[stage]));
-  }
-
-  __device__ __forceinline__ void load_queries(const Place& place, int first_row) const {
-    if (lane != 0) return;
-    for (int w = 0; w < kWarpgroups; ++w) {
-      const uint32_t barrier = shared_address(&shared.query_full[w]);
-      ptx::mbarrier_arrive_expecting(barrier, F::kQueryBytes);
-#pragma unroll
-      for (int panel = 0; panel < F::kPanels; ++panel) {
-        ptx::tma_load(shared_address(shared.query[w]) + panel * F::kQueryPanelBytes,
-                      &params.query.map, barrier, 64 * panel, place.head, first_row + 64 * w,
-                      place.batch);
-      }
-    }
-  }
+  // Read anew each time: registers are short.
+  __device__ __forceinline__ uint32_t rank() const { return rank_in_cluster<F::kCluster>(); }
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
 
   static __device__ __forceinline__ KeyTiles tiles_of_any(Range keys) {
     if (keys.end <= keys.begin) return {0, 0};
@@ -228,80 +165,218 @@ struct Producer {
     return {static_cast<int>((static_cast<uint32_t>(keys.begin) + kKeys - 1) / kKeys),
             static_cast<int>(static_cast<uint32_t>(keys.end) / kKeys)};
   }
-
-  // What to load for a tile of rows.
-  struct Loads {
-    int first_row, key_length;
-    KeyTiles keys;
-    Place query, key, value;
-  };
+  static __device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& index,
+                                                   int head) {
+    int batch = 0;
+#pragma unroll
+    for (int dim = 0; dim < kMaxBatchDims; ++dim) {
+      batch += static_cast<int>(index.at[dim]) * map.batch[dim];
+    }
+    return {head, batch};
+  }
 
   // Fills in the plan of a unit, each lane its part.
-  __device__ __forceinline__ Loads make_plan(Plan<kWarpgroups>& plan, uint32_t unit) const {
+  __device__ __forceinline__ void make_plan(Plan<kWarpgroups>& plan, uint32_t unit) const {
     const Problem& problem = params.problem;
     const sm80::Work work = sm80::work_of(params.schedule, unit);
     const uint32_t batch = work.head / static_cast<uint32_t>(problem.query_heads);
     const uint32_t head = work.head - batch * static_cast<uint32_t>(problem.query_heads);
-    const BatchIndex index = batch_index(problem, batch);
+    if (lane() == 0) plan.index = batch_index(problem, batch);
+    __syncwarp();  // all lanes wait for lane 0's index, for which each alone has no registers
+    const BatchIndex& index = plan.index;
     const Extent extent = extent_of(problem, index);
     const int cluster_row = work.tile * (kCluster * F::kRows);
-    const int first_row = cluster_row + rank * F::kRows;
+    const int first_row = cluster_row + rank() * F::kRows;
 
     // The first lanes look at the rows of a warpgroup each, the others at those of the cluster.
-    const bool of_warpgroup = lane < kWarpgroups;
-    const int64_t row = of_warpgroup ? first_row + 64 * lane : cluster_row;
+    const bool of_warpgroup = lane() < kWarpgroups;
+    const int64_t row = of_warpgroup ? first_row + 64 * lane() : cluster_row;
     const Range rows = {row, row + (of_warpgroup ? 64 : kCluster * F::kRows)};
     KeyTiles seen = tiles_of_any(keys_of_any_row(extent, rows));
     const KeyTiles all = {__shfl_sync(0xffffffffu, seen.begin, kWarpgroups),
                           __shfl_sync(0xffffffffu, seen.end, kWarpgroups)};
     if (of_warpgroup) {
       if (seen.end <= seen.begin) seen = {all.begin, all.begin};
-      plan.seen[lane] = seen;
-      plan.whole[lane] = tiles_of_every(keys_of_every_row(extent, rows));
-    }
-    if (lane == 0) {
-      plan.first_row = first_row;
-      plan.keys = all;
-      plan.query_length = static_cast<int>(extent.query_length);
-      plan.row_keys = row_keys_of(extent);
-      plan.scale = batch_value<float>(problem.scale, index, 1.f);
+      plan.seen[lane()] = seen;
+      plan.whole[lane()] = tiles_of_every(keys_of_every_row(extent, rows));
     }
     const auto offset = [&](const Tensor& tensor) {
       return batch_offset(tensor, index) + head * tensor.head;
     };
-    if (lane == 1) plan.output = offset(params.output);
-    if (lane == 2) plan.logit_max = offset(params.statistics.logit_max);
-    if (lane == 3) plan.log_sum = offset(params.statistics.log_sum);
-    __syncwarp();  // lane 0, which tells the consumers, waits for all lanes' parts
     const int key_head = head / params.group;
-    return {first_row,
-            static_cast<int>(extent.key_length),
-            all,
-            place_of(params.query, index, head),
-            place_of(params.key, index, key_head),
-            place_of(params.value, index, key_head)};
+    if (lane() == 0) {
+      plan.first_row = first_row;
+      plan.keys = all;
+      plan.query_length = static_cast<int>(extent.query_length);
+      plan.row_keys = row_keys_of(extent);
+    }
+    if (lane() == 1) plan.output = offset(params.output);
+    if (lane() == 2) plan.logit_max = offset(params.statistics.logit_max);
+    if (lane() == 3) plan.log_sum = offset(params.statistics.log_sum);
+    if (lane() == 4) plan.query = place_of(params.query, index, head);
+    if (lane() == 5) plan.key = place_of(params.key, index, key_head);
+    if (lane() == 6) plan.value = place_of(params.value, index, key_head);
+    if (lane() == 7) plan.scale = batch_value<float>(problem.scale, index, 1.f);
+  }
+
+  // The first unit of each cluster is its own number; those that follow come in the order in which
+  // clusters ask for them, or in a fixed one where none takes longer than others.
+  __device__ __forceinline__ uint32_t unit_after(uint32_t unit, uint32_t clusters, int parity) const {
+    if (params.next_unit == nullptr) return unit + clusters;
+    if (kCluster == 1) {
+      uint32_t next = 0;
+      if (lane() == 0) next = clusters + atomicAdd(params.next_unit, 1);
+      return __shfl_sync(0xffffffffu, next, 0);
+    }
+    // The first block asks and tells all, once all have read what it told last.
+    const uint32_t full = shared_address(&shared.unit_full);
+    if (lane() == 0) {
+      ptx::mbarrier_arrive_expecting(full, sizeof(uint32_t));
+      if (rank() == 0) {
+        const uint32_t next = clusters + atomicAdd(params.next_unit, 1);
+        wait(shared.unit_empty, parity ^ 1);
+        for (int block = 0; block < kCluster; ++block) {
+          ptx::store_async_at(shared_address(&shared.unit), next, full, block);
+        }
+      }
+    }
+    wait(shared.unit_full, parity);
+    const uint32_t next = ptx::load_shared(shared_address(&shared.unit));
+    __syncwarp();  // lane 0 waits for all lanes to have read it
+    if (lane() == 0) ptx::mbarrier_arrive_at(shared_address(&shared.unit_empty), 0);
+    return next;
   }
 
   __device__ __forceinline__ void run(uint32_t cluster, uint32_t clusters) {
     const uint32_t units = params.schedule.tiles * params.schedule.heads;
-    int plan = 0;
-    for (uint32_t turn = 0; turn * clusters < units; ++turn) {
-      const uint32_t unit = unit_of_turn(turn, cluster, clusters);
-      if (unit >= units) continue;
-      const Loads loads = make_plan(shared.plans[plan], unit);
-      plan = next_plan(plan);
-      const KeyTiles keys = loads.keys;
-      if (keys.begin < keys.end) load_keys(loads.key, keys.end - 1);
+    Ring<F::kPlans> plans;
+    int parity = 0;
+    for (uint32_t unit = cluster;; unit = unit_after(unit, clusters, parity), parity ^= 1) {
+      wait(shared.plan_empty[plans.stage()], plans.parity() ^ 1);
+      Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
+      const bool stop = unit >= units;
+      if (lane() == 0) plan.stop = stop;
+      if (!stop) make_plan(plan, unit);
+      __syncwarp();  // lane 0 waits for all lanes' parts
+      if (lane() == 0) arrive(shared.plan_full[plans.stage()]);
+      plans.advance();
+      if (stop) return;
+    }
+  }
+};
+
+// The warps that have tiles copied, one each for queries, keys and values.
+template <class T, int D, int V>
+struct Loader {
+  using F = Forward<T, D, V>;
+  static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
+
+  const ForwardParams& params;
+  typename F::Shared& shared;
+
+  // Read anew each time: registers are short.
+  __device__ __forceinline__ uint32_t rank() const { return rank_in_cluster<F::kCluster>(); }
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+
+  // Calls `load` with each plan.
+  template <class Load>
+  __device__ __forceinline__ void for_each_plan(const Load& load) {
+    for (Ring<F::kPlans> plans;; plans.advance()) {
+      wait(shared.plan_full[plans.stage()], plans.parity());
+      const Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
+      if (plan.stop) return;
+      load(plan);
+      __syncwarp();  // lane 0 waits for all lanes to have read it
+      if (lane() == 0) arrive(shared.plan_empty[plans.stage()]);
+    }
+  }
+
+  __device__ __forceinline__ void load_queries() {
+    Ring<F::kQueryStages> ring;
+    for_each_plan([&](const Plan<kWarpgroups>& plan) {
       for (int w = 0; w < kWarpgroups; ++w) {
-        ptx::mbarrier_sleep(shared_address(&shared.query_empty[w]), query_parity ^ 1);
+        wait(shared.query_empty[ring.stage()][w], ring.parity() ^ 1);
+        if (lane() != 0) continue;
+        const uint32_t barrier = shared_address(&shared.query_full[ring.stage()][w]);
+        ptx::mbarrier_arrive_expecting(barrier, F::kQueryBytes);
+#pragma unroll 1
+        for (int panel = 0; panel < F::kPanels; ++panel) {
+          ptx::tma_load(
+              shared_address(shared.query[ring.stage()][w]) + panel * F::kQueryPanelBytes,
+              &params.query.map, barrier, 64 * panel, plan.query.head, plan.first_row + 64 * w,
+              plan.query.batch);
+        }
       }
-      query_parity ^= 1;
-      load_queries(loads.query, loads.first_row);
-      for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
-        load_values(loads.value, tile, loads.key_length);
-        if (tile > keys.begin) load_keys(loads.key, tile - 1);
+      ring.advance();
+    });
+  }
+
+  // The blocks of a cluster each have some of the panels copied, to all of them.
+  template <int kPanels>
+  __device__ __forceinline__ void copy_keys(const TileMap& map, const Place& place, int tile,
+                                            const void* to, const uint64_t& full) const {
+    if (lane() != 0) return;
+    const uint32_t barrier = shared_address(&full);
+    ptx::mbarrier_arrive_expecting(barrier, kPanels * F::kKeyPanelBytes);
+#pragma unroll 1
+    for (int panel = rank(); panel < kPanels; panel += kCluster) {
+      const uint32_t at = shared_address(to) + panel * F::kKeyPanelBytes;
+      if constexpr (kCluster > 1) {
+        ptx::tma_load_multicast(at, &map.map, barrier, (1 << kCluster) - 1, 64 * panel, place.head,
+                                tile * kKeys, place.batch);
+      } else {
+        ptx::tma_load(at, &map.map, barrier, 64 * panel, place.head, tile * kKeys, place.batch);
       }
     }
+  }
+
+  __device__ __forceinline__ void load_keys() {
+    Ring<F::kStages> ring;
+    for_each_plan([&](const Plan<kWarpgroups>& plan) {
+      for (int tile = plan.keys.end - 1; tile >= plan.keys.begin; --tile) {
+        wait(shared.key_empty[ring.stage()], ring.parity() ^ 1);
+        copy_keys<F::kPanels>(params.key, plan.key, tile, shared.key[ring.stage()],
+                              shared.key_full[ring.stage()]);
+        ring.advance();
+      }
+    });
+  }
+
+  // What the array holds past the values' length is replaced by zeros, since its products with
+  // probabilities of 0 need not be 0; past the array's end they are zeros already.
+  __device__ __forceinline__ void load_values() {
+    Ring<F::kStages> ring;
+    int landed_parity = 0;
+    for_each_plan([&](const Plan<kWarpgroups>& plan) {
+      const int length = plan.row_keys.length;
+      for (int tile = plan.keys.end - 1; tile >= plan.keys.begin; --tile) {
+        wait(shared.value_empty[ring.stage()], ring.parity() ^ 1);
+        const int left = length - tile * kKeys;
+        const bool whole = left >= kKeys || length == params.problem.key_length;
+        uint64_t& full = shared.value_full[ring.stage()];
+        copy_keys<F::kValuePanels>(params.value, plan.value, tile, shared.value[ring.stage()],
+                                   whole ? full : shared.value_landed);
+        if (!whole) {
+          wait(shared.value_landed, landed_parity);
+          landed_parity ^= 1;
+          clear_rows(shared.value[ring.stage()], left);
+          if (lane() == 0) arrive(full);
+        }
+        ring.advance();
+      }
+    });
+  }
+
+  // Zeros from row `first` on.
+  __device__ __forceinline__ void clear_rows(const void* values, int first) const {
+    for (int panel = 0; panel < F::kValuePanels; ++panel) {
+      const uint32_t rows = shared_address(values) + panel * F::kKeyPanelBytes;
+      for (int i = first * 128 + 16 * lane(); i < F::kKeyPanelBytes; i += 16 * 32) {
+        ptx::store_shared_4(rows + i, {0, 0, 0, 0});
+      }
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();  // lane 0, which tells the consumers, waits for all lanes' zeros
   }
 };
 
@@ -317,11 +392,13 @@ struct Consumer {
   const ForwardParams& params;
   typename F::Shared& shared;
   int warpgroup;
+  Ring<F::kPlans> plans;
+  Ring<F::kQueryStages> queries;
   Ring<F::kStages> keys, values;
-  int query_parity = 0;
 
   // As ptx/wgmma.cuh says which elements a thread has; [2]: of its rows lane / 4 and + 8.
   float output[V / 2];
+  uint32_t p[kLogits / 2];  // probabilities of the last tile, whose product is to come
   float reference[2];
   float sum[2];  // this thread's share
 
@@ -338,27 +415,31 @@ struct Consumer {
 
   __device__ __forceinline__ void release(uint64_t& empty) const {
     if (F::kCluster == 1) {
-      if (thread() == 0) ptx::mbarrier_arrive(shared_address(&empty));
+      if (thread() == 0) arrive(empty);
     } else if (thread() < F::kCluster) {
       ptx::mbarrier_arrive_at(shared_address(&empty), thread());
     }
   }
-  __device__ __forceinline__ void release_queries() const {
-    if (thread() == 0) ptx::mbarrier_arrive(shared_address(&shared.query_empty[warpgroup]));
+  __device__ __forceinline__ void wait_for_queries() const {
+    wait(shared.query_full[queries.stage()][warpgroup], queries.parity());
   }
-  __device__ __forceinline__ void release_keys() {
-    release(shared.key_empty[keys.stage]);
-    keys.advance();
-  }
-  __device__ __forceinline__ void release_values() {
-    release(shared.value_empty[values.stage]);
-    values.advance();
+  __device__ __forceinline__ void release_queries() {
+    if (thread() == 0) arrive(shared.query_empty[queries.stage()][warpgroup]);
+    queries.advance();
   }
   __device__ __forceinline__ void wait_for_keys() const {
-    ptx::mbarrier_sleep(shared_address(&shared.key_full[keys.stage]), keys.parity);
+    wait(shared.key_full[keys.stage()], keys.parity());
+  }
+  __device__ __forceinline__ void release_keys() {
+    release(shared.key_empty[keys.stage()]);
+    keys.advance();
   }
   __device__ __forceinline__ void wait_for_values() const {
-    ptx::mbarrier_sleep(shared_address(&shared.value_full[values.stage]), values.parity);
+    wait(shared.value_full[values.stage()], values.parity());
+  }
+  __device__ __forceinline__ void release_values() {
+    release(shared.value_empty[values.stage()]);
+    values.advance();
   }
 
   // Lets tiles [begin, end) go by that others see.
@@ -376,8 +457,8 @@ struct Consumer {
   // Starts s = query key^T. Both operands have their k-steps of 16 columns 32 bytes apart within a
   // panel's rows.
   __device__ __forceinline__ void multiply_keys(float (&s)[kLogits]) const {
-    const uint64_t query = ptx::matrix_descriptor(shared_address(shared.query[warpgroup]), 0);
-    const uint64_t key = ptx::matrix_descriptor(shared_address(shared.key[keys.stage]), 0);
+    const uint64_t query = ptx::matrix_descriptor(shared_address(shared.query[queries.stage()][warpgroup]), 0);
+    const uint64_t key = ptx::matrix_descriptor(shared_address(shared.key[keys.stage()]), 0);
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
       const int panel = step / 4, bytes = 32 * (step % 4);
@@ -388,8 +469,8 @@ struct Consumer {
   }
 
   // Starts output += p value. k-steps of 16 keys are 16 rows apart.
-  __device__ __forceinline__ void multiply_values(const uint32_t (&p)[kLogits / 2]) {
-    const uint64_t value = ptx::matrix_descriptor(shared_address(shared.value[values.stage]),
+  __device__ __forceinline__ void multiply_values() {
+    const uint64_t value = ptx::matrix_descriptor(shared_address(shared.value[values.stage()]),
                                                   F::kKeyPanelBytes);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
@@ -447,8 +528,7 @@ struct Consumer {
   // From elements 4j .. 4j + 3 of accumulators, columns 8j .. of rows lane / 4 (+ 8), to what the
   // product wants of its operand a of 16 columns: the same elements, of one row and two columns a
   // word.
-  static __device__ __forceinline__ void pack(const float (&s)[kLogits],
-                                              uint32_t (&p)[kLogits / 2]) {
+  __device__ __forceinline__ void pack(const float (&s)[kLogits]) {
 #pragma unroll
     for (int i = 0; i < kLogits / 2; ++i) p[i] = sm80::pack(T(), s[2 * i], s[2 * i + 1]);
   }
@@ -459,82 +539,123 @@ struct Consumer {
       reference[half] = Exponent<T>::kNothing;
       sum[half] = 0.f;
     }
+  }
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int i = 0; i < V / 2; ++i) output[i] = 0.f;
   }
 
-  // A unit of logits in nats, and what products are multiplied by to be in it: without a
-  // multiplication but where the scale is zero or negative.
-  struct Unit {
-    float nats, factor;
+  // What of a plan is wanted for every tile, in registers.
+  struct Rules {
+    float scale;
+    KeyTiles whole;
   };
-  static __device__ __forceinline__ Unit unit_of(float scale) {
-    return scale == 0.f ? Unit{1.f, 0.f} : Unit{fabsf(scale), copysignf(1.f, scale)};
+  __device__ __forceinline__ Rules rules_of(const Plan<kWarpgroups>& plan) const {
+    return {plan.scale, plan.whole[warpgroup]};
   }
 
-  // From products to hidden logits.
-  __device__ __forceinline__ void apply_rules(const Plan<kWarpgroups>& plan, const Unit& unit,
-                                              const KeyTiles& whole, int tile,
-                                              float (&s)[kLogits]) const {
-    if (unit.factor != 1.f) {
+  // From products to probabilities. Logits are in units of the scale, so that products need no
+  // multiplication but where it is zero or negative.
+  __device__ __forceinline__ void make_probabilities(const Plan<kWarpgroups>& plan,
+                                                     const Rules& rules, int tile,
+                                                     float (&s)[kLogits], float (&shrink)[2]) {
+    const bool zero = rules.scale == 0.f;
+    if (rules.scale <= 0.f) {
+      const float factor = zero ? 0.f : -1.f;
 #pragma unroll
-      for (int i = 0; i < kLogits; ++i) s[i] *= unit.factor;
+      for (int i = 0; i < kLogits; ++i) s[i] *= factor;
     }
-    if (tile < whole.begin || tile >= whole.end) {
+    if (tile < rules.whole.begin || tile >= rules.whole.end) {
       hide_outside(plan.row_keys, plan.first_row, tile, s);
     }
+    softmax(s, Exponent<T>{zero ? 1.f : fabsf(rules.scale) * sm80::kLog2E}, shrink);
+    ptx::pin_registers(s);
   }
 
-  __device__ __forceinline__ void visit_tiles(const Plan<kWarpgroups>& plan) {
-    const KeyTiles seen = plan.seen[warpgroup], whole = plan.whole[warpgroup];
-    const Unit unit = unit_of(plan.scale);
-    const Exponent<T> exponent = {unit.nats * sm80::kLog2E};
+  // The first tile of keys after a pause.
+  __device__ __forceinline__ void open(const Plan<kWarpgroups>& plan) {
+    const KeyTiles seen = plan.seen[warpgroup];
+    const Rules rules = rules_of(plan);
     float s[kLogits], shrink[2];
-    uint32_t p[kLogits / 2];
-
+    wait_for_queries();
     take_turn();
     wait_for_keys();
     ptx::wgmma_fence();
     multiply_keys(s);
-    pass_turn();
     ptx::wgmma_wait<0>();
+    pass_turn();
     ptx::pin_registers(s);
     release_keys();
-    apply_rules(plan, unit, whole, seen.end - 1, s);
-    softmax(s, exponent, shrink);
-    pack(s, p);
-    if (seen.end - 2 >= seen.begin) wait_for_keys();
+    if (seen.end - 1 == seen.begin) release_queries();
+    make_probabilities(plan, rules, seen.end - 1, s, shrink);
+    pack(s);
+    if (seen.end - 1 != seen.begin) wait_for_keys();
+  }
 
-    for (int tile = seen.end - 2; tile >= seen.begin; --tile) {
-      take_turn();
-      ptx::wgmma_fence();
-      multiply_keys(s);
-      wait_for_values();
-      ptx::wgmma_fence();
-      multiply_values(p);
-      pass_turn();
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(s);
-      release_keys();
-      apply_rules(plan, unit, whole, tile, s);
-      softmax(s, exponent, shrink);
-      ptx::pin_registers(s);
-      if (tile > seen.begin) wait_for_keys();
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(output);
-      release_values();
-      pack(s, p);
+  // Q K^T and the softmax of a tile, and P V of the one before it, which belongs to the same rows.
+  __device__ __forceinline__ void step(const Plan<kWarpgroups>& plan, const Rules& rules, int tile,
+                                       bool last) {
+    float s[kLogits], shrink[2];
+    start_products(s);
+    if (last) release_queries();
+    make_probabilities(plan, rules, tile, s, shrink);
+    finish_products(last);
+    pack(s);
 #pragma unroll
-      for (int i = 0; i < V / 2; ++i) output[i] *= shrink[i / 2 % 2];
-    }
+    for (int i = 0; i < V / 2; ++i) output[i] *= shrink[i / 2 % 2];
+  }
 
-    release_queries();
+  // Likewise where the tile is the first of other rows, of plan `next`.
+  __device__ __forceinline__ void step_to(const Plan<kWarpgroups>& next,
+                                          const Plan<kWarpgroups>& plan) {
+    const KeyTiles seen = next.seen[warpgroup];
+    const bool last = seen.end - 1 == seen.begin;
+    const Rules rules = rules_of(next);
+    float s[kLogits], normalise[2], shrink[2];
+    finish_statistics(plan, normalise);
+    start_rows();
+    wait_for_queries();
+    wait_for_keys();
+    start_products(s);
+    if (last) release_queries();
+    make_probabilities(next, rules, seen.end - 1, s, shrink);
+    finish_products(last);
+    pack(s);
+    store_output(plan, normalise);
+    clear_output();
+  }
+
+  // The keys must have come.
+  __device__ __forceinline__ void start_products(float (&s)[kLogits]) {
+    take_turn();
+    ptx::wgmma_fence();
+    multiply_keys(s);
     wait_for_values();
     ptx::wgmma_fence();
-    multiply_values(p);
+    multiply_values();
+    ptx::wgmma_wait<1>();
+    pass_turn();
+    ptx::pin_registers(s);
+    release_keys();
+  }
+  // `last`: no more keys are awaited for these rows. That wait comes first because ptxas moves a wait
+  // for products ahead of the whole softmax, unless there is a branch between them.
+  __device__ __forceinline__ void finish_products(bool last) {
+    if (!last) wait_for_keys();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(output);
     release_values();
+  }
+
+  // P V of the last tile before a pause.
+  __device__ __forceinline__ void close(const Plan<kWarpgroups>& plan) {
+    wait_for_values();
+    ptx::wgmma_fence();
+    multiply_values();
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(output);
+    release_values();
+    finish(plan);
   }
 
   // Transposes 4x4 words of a quad: from word b of lane q to word q of lane b.
@@ -554,26 +675,34 @@ struct Consumer {
     return {w[0], w[1], w[2], w[3]};
   }
 
-  // Turns sums into results.
-  __device__ __forceinline__ void finish(const Plan<kWarpgroups>& plan) {
-    const Problem& problem = params.problem;
+  // The log-sum-exp of the rows, and what their outputs are to be multiplied by: 0 where they are
+  // to be 0 whatever was summed.
+  __device__ __forceinline__ void finish_statistics(const Plan<kWarpgroups>& plan,
+                                                    float (&normalise)[2]) const {
     const Statistics& statistics = params.statistics;
-    const int lane = threadIdx.x & 3;
+    auto* const logit_max = static_cast<float*>(statistics.logit_max.data) + plan.logit_max;
+    auto* const log_sum = static_cast<float*>(statistics.log_sum.data) + plan.log_sum;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = plan.first_row + row() + 8 * half;
       const float total = sm80::quad_sum(sum[half]);
       const bool sees = total != 0.f && at < plan.query_length;
-      const float normalise = sees ? 1.f / total : 0.f;
-      const bool exists = at < problem.query_length;
-      if (exists && lane == 0) {
-        static_cast<float*>(statistics.logit_max.data)[plan.logit_max +
-                                                       at * statistics.logit_max.row] =
-            sees ? Exponent<T>::logit_max(reference[half]) : sm80::minus_infinity();
-        static_cast<float*>(
-            statistics.log_sum.data)[plan.log_sum + at * statistics.log_sum.row] =
-            sees ? Exponent<T>::log_sum(reference[half], total) : 0.f;
-      }
+      normalise[half] = sees ? 1.f / total : 0.f;
+      if (at >= params.problem.query_length || (threadIdx.x & 3) != 0) continue;
+      logit_max[at * statistics.logit_max.row] =
+          sees ? Exponent<T>::logit_max(reference[half]) : sm80::minus_infinity();
+      log_sum[at * statistics.log_sum.row] =
+          sees ? Exponent<T>::log_sum(reference[half], total) : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ void store_output(const Plan<kWarpgroups>& plan,
+                                               const float (&normalise)[2]) const {
+    const int lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = plan.first_row + row() + 8 * half;
+      const bool sees = normalise[half] != 0.f;
       auto* const to = static_cast<typename T::Bits*>(params.output.data) + plan.output +
                        at * params.output.row + 8 * lane;
       // From words of columns 8j + 2 * lane, + 1 to eight neighbours 32j + 8 * lane ..
@@ -583,36 +712,75 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* const x = &output[16 * j + 4 * i + 2 * half];
-          words[i] = sees ? sm80::pack(T(), x[0] * normalise, x[1] * normalise) : 0;
+          words[i] = sees ? sm80::pack(T(), x[0] * normalise[half], x[1] * normalise[half]) : 0;
         }
         const uint4 neighbours = transpose_quad(words);
-        if (exists && 32 * j + 8 * lane < problem.value_dim) {
+        if (at < params.problem.query_length && 32 * j + 8 * lane < params.problem.value_dim) {
           *reinterpret_cast<uint4*>(to + 32 * j) = neighbours;
         }
       }
     }
   }
 
-  __device__ __forceinline__ void run(uint32_t cluster, uint32_t clusters) {
-    const uint32_t units = params.schedule.tiles * params.schedule.heads;
+  __device__ __forceinline__ void finish(const Plan<kWarpgroups>& plan) const {
+    float normalise[2];
+    finish_statistics(plan, normalise);
+    store_output(plan, normalise);
+  }
+
+  __device__ __forceinline__ const Plan<kWarpgroups>& wait_for_plan() const {
+    wait(shared.plan_full[plans.stage()], plans.parity());
+    return shared.plans[plans.stage()];
+  }
+  // The one before that which the ring is at.
+  __device__ __forceinline__ void release_plan() const {
+    __syncwarp();  // one lane waits for all to have read it
+    if (threadIdx.x % 32 == 0) {
+      arrive(shared.plan_empty[(plans.stage() + F::kPlans - 1) % F::kPlans]);
+    }
+  }
+
+  // Whether the first tile that it sees of `next` comes right after the last of `plan`.
+  __device__ __forceinline__ bool follows(const Plan<kWarpgroups>& next,
+                                          const Plan<kWarpgroups>& plan) const {
+    const KeyTiles seen = next.seen[warpgroup];
+    return !next.stop && plan.seen[warpgroup].begin == plan.keys.begin &&
+           seen.end == next.keys.end && seen.begin < seen.end;
+  }
+
+  __device__ __forceinline__ void run() {
     if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn
-    int next = 0;
-    for (uint32_t turn = 0; turn * clusters < units; ++turn) {
-      if (unit_of_turn(turn, cluster, clusters) >= units) continue;
-      ptx::mbarrier_sleep(shared_address(&shared.query_full[warpgroup]), query_parity);
-      query_parity ^= 1;
-      const Plan<kWarpgroups>& plan = shared.plans[next];
-      next = next_plan(next);
-      start_rows();
+    bool opened = false;  // whether the plan's first tile has been
+    for (;;) {
+      const Plan<kWarpgroups>& plan = wait_for_plan();
+      if (plan.stop) return;
+      plans.advance();
       const KeyTiles seen = plan.seen[warpgroup];
-      skip_tiles(seen.end, plan.keys.end);
-      if (seen.begin < seen.end) {
-        visit_tiles(plan);
-      } else {
-        release_queries();
+      const bool sees = seen.begin < seen.end;
+      if (!opened) {
+        skip_tiles(seen.end, plan.keys.end);
+        start_rows();
+        clear_output();
+        if (sees) {
+          open(plan);
+        } else {
+          wait_for_queries();
+          release_queries();
+        }
       }
-      skip_tiles(plan.keys.begin, seen.begin);
-      finish(plan);
+      const Rules rules = rules_of(plan);
+      for (int tile = seen.end - 2; tile >= seen.begin; --tile) {
+        step(plan, rules, tile, tile == seen.begin);
+      }
+      const Plan<kWarpgroups>& next = wait_for_plan();
+      opened = sees && follows(next, plan);
+      if (opened) {
+        step_to(next, plan);
+      } else {
+        sees ? close(plan) : finish(plan);
+        skip_tiles(plan.keys.begin, seen.begin);
+      }
+      release_plan();
     }
   }
 };
@@ -623,16 +791,17 @@ __global__ void __launch_bounds__(Forward<T, D, V>::kThreads, 1)
   using F = Forward<T, D, V>;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename F::Shared*>(memory);
-  const uint32_t rank = F::kCluster > 1 ? ptx::cluster_rank() : 0;
   const uint32_t cluster = blockIdx.x / F::kCluster, clusters = gridDim.x / F::kCluster;
 
   if (threadIdx.x == 0) {
     const auto init = [](uint64_t& barrier, int arrivals) {
       ptx::mbarrier_init(shared_address(&barrier), arrivals);
     };
-    for (int w = 0; w < F::kWarpgroups; ++w) {
-      init(shared.query_full[w], 1);
-      init(shared.query_empty[w], 1);
+    for (int stage = 0; stage < F::kQueryStages; ++stage) {
+      for (int w = 0; w < F::kWarpgroups; ++w) {
+        init(shared.query_full[stage][w], 1);
+        init(shared.query_empty[stage][w], 1);
+      }
     }
     for (int stage = 0; stage < F::kStages; ++stage) {
       init(shared.key_full[stage], 1);
@@ -641,21 +810,32 @@ __global__ void __launch_bounds__(Forward<T, D, V>::kThreads, 1)
       init(shared.value_empty[stage], F::kWarpgroups * F::kCluster);
     }
     init(shared.value_landed, 1);
+    init(shared.unit_full, 1);
+    init(shared.unit_empty, F::kCluster);
+    for (int stage = 0; stage < F::kPlans; ++stage) {
+      init(shared.plan_full[stage], 1);
+      init(shared.plan_empty[stage], 3 + 4 * F::kWarpgroups);
+    }
     ptx::fence_mbarrier_init();
   }
   // All threads wait for the barriers, in all blocks that copies go to.
   F::kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
-  // A warp-uniform value, which the compiler need not look for in each lane.
-  const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  if (role == 0) {
+  // Uniform over a warp, which the compiler would not know of the thread's number.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (warp < 4) {
     ptx::give_registers<F::kProducerRegisters>();
-    if (threadIdx.x < 32) {
-      Producer<T, D, V>{params, shared, rank, static_cast<int>(threadIdx.x)}.run(cluster, clusters);
+    if (warp == 0) {
+      Planner<T, D, V>{params, shared}.run(cluster, clusters);
+    } else {
+      Loader<T, D, V> loader = {params, shared};
+      if (warp == 1) loader.load_queries();
+      if (warp == 2) loader.load_keys();
+      if (warp == 3) loader.load_values();
     }
   } else {
     ptx::take_registers<F::kConsumerRegisters>();
-    Consumer<T, D, V>{params, shared, role - 1}.run(cluster, clusters);
+    Consumer<T, D, V>{params, shared, warp / 4 - 1}.run();
   }
   // No block leaves while others may arrive at its barriers.
   if (F::kCluster > 1) ptx::cluster_sync();

@@ -2,12 +2,22 @@
 #pragma once
 
 #include "cuda/common/launch.cuh"
-#include "cuda/sm80/launch.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_map.h"
 
 namespace jaxflash::cuda::sm90 {
+
+// Heads whose keys and values share the L2 cache: sections of them run together. As many as take half
+// of it, and at least enough for two turns of all blocks.
+inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t clusters) {
+  const int64_t group = problem.query_heads / problem.key_heads;
+  const int64_t head_bytes = problem.key_length * (problem.head_dim + problem.value_dim) * 2;
+  const int64_t key_heads = std::max<int64_t>((24 << 20) / std::max<int64_t>(head_bytes, 1), 1);
+  const int64_t heads = std::max(key_heads * group, tiles_of(2 * clusters, tiles));
+  return static_cast<uint32_t>(
+      std::min(tiles_of(heads, group) * group, problem.batches * problem.query_heads));
+}
 
 template <class T, int D, int V>
 Error launch_forward(ForwardParams params, Stream stream) {
@@ -41,7 +51,6 @@ Error launch_forward(ForwardParams params, Stream stream) {
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(heads);
-  params.schedule.section_heads = sm80::section_heads(problem, tiles, 2);
   params.schedule.last_first = problem.window_right != kUnlimited;
   int device = 0, processors = 0;
   error = text_of(cudaGetDevice(&device));
@@ -51,7 +60,12 @@ Error launch_forward(ForwardParams params, Stream stream) {
   }
   if (error != nullptr) return error;
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
+  params.schedule.section_heads = section_heads(problem, tiles, clusters);
 
+  if (params.next_unit != nullptr) {
+    error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
+    if (error != nullptr) return error;
+  }
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = kTile.cluster;

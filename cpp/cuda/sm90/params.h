@@ -29,6 +29,8 @@ struct ForwardParams {
   Statistics statistics;
   Schedule schedule;  // tiles: of the rows of a cluster
   uint32_t group = 1;  // query heads a key head
+  // How many tiles were dealt out beside the first ones, 0 at first; nullptr: in a fixed order.
+  uint32_t* next_unit = nullptr;
 };
 
 }  // namespace jaxflash::cuda::sm90

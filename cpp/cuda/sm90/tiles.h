@@ -1,5 +1,5 @@
 // Tile sizes, as data. A multiprocessor has 227 KB of shared memory for a block and 65536 registers;
-// a consumer thread gets 240 of them where there are two consumer warpgroups, 160 where three.
+// a consumer thread gets 232 of them where there are two consumer warpgroups, 160 where three.
 #pragma once
 
 namespace jaxflash::cuda::sm90 {
@@ -7,22 +7,24 @@ namespace jaxflash::cuda::sm90 {
 struct ForwardTile {
   int warpgroups;  // of consumers, each with 64 rows
   int keys;
+  int query_stages;
   int stages;   // of key and value tiles
   int cluster;  // blocks that share their keys and values
 
   constexpr int rows() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
+  // Of a thread; together no more than the kernel starts with, 168 or 128 for each thread.
   constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
   constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : 160; }
 };
 
 constexpr ForwardTile forward_tile(int dim, int value_dim) {
   // Registers a thread: output value_dim / 2, logits keys / 2, probabilities keys / 4.
-  if (dim <= 64 && value_dim <= 64) return {3, 128, 2, 1};
-  if (dim <= 128 && value_dim <= 128) return {2, 176, 2, 2};
-  if (dim <= 192 && value_dim <= 128) return {2, 128, 2, 2};
-  if (dim <= 192 && value_dim <= 192) return {2, 112, 2, 2};
-  return {2, 80, 2, 2};
+  if (dim <= 64 && value_dim <= 64) return {3, 128, 2, 2, 1};
+  if (dim <= 128 && value_dim <= 128) return {2, 176, 1, 2, 2};
+  if (dim <= 192 && value_dim <= 128) return {2, 128, 1, 2, 2};
+  if (dim <= 192 && value_dim <= 192) return {2, 112, 1, 2, 2};
+  return {2, 80, 1, 2, 2};
 }
 
 }  // namespace jaxflash::cuda::sm90
