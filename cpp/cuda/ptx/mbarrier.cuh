@@ -60,8 +60,8 @@ __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, uint
 }
 
 // mapa.shared::cluster.u32 and mbarrier.arrive.shared::cluster.b64: arrives at the same barrier of
-// block `rank` of the cluster. Releases no writes to it, which would cost a fence of all memory: for
-// who has only read. sm_90.
+// block `rank` of the cluster. Releases no writes to it, which would cost a fence of all memory:
+// for who has only read. sm_90.
 __device__ __forceinline__ void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 there;\n"

@@ -16,13 +16,13 @@ namespace jaxflash::cuda::ptx {
 // A matrix in shared memory, PTX ISA "Matrix descriptor": bits 0-13 the address, 16-29 the leading
 // and 32-45 the stride byte offset, in units of 16 bytes; bits 62-63 = 1 the swizzle of 128 bytes,
 // which all tiles here have, in panels of rows of 128 bytes: 8 rows, one period of the swizzle, are
-// the stride of 1024 bytes. `leading_bytes`: of operands that are walked down their rows (transposed
-// b), from one panel to the next. Addresses in a cluster of blocks have the block's rank in their
-// upper bits.
+// the stride of 1024 bytes. `leading_bytes`: of operands that are walked down their rows
+// (transposed b), from one panel to the next. Addresses in a cluster of blocks have the block's
+// rank in their upper bits.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes) {
   constexpr uint64_t kStride = 1024 >> 4, kSwizzle128 = 1;
-  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading_bytes >> 4) << 16 | kStride << 32 |
-         kSwizzle128 << 62;
+  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+         kStride << 32 | kSwizzle128 << 62;
 }
 
 // wgmma.fence.sync.aligned: registers written so far may be read by products.
@@ -58,10 +58,10 @@ struct Wgmma;
 // Registers of d, as text and as operands.
 #define JAXFLASH_R8(a, b, c, d, e, f, g, h) \
   "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define JAXFLASH_R32                                                               \
-  JAXFLASH_R8(0, 1, 2, 3, 4, 5, 6, 7)                                              \
-  "," JAXFLASH_R8(8, 9, 10, 11, 12, 13, 14, 15) "," JAXFLASH_R8(16, 17, 18, 19, 20, 21, 22, 23) \
-      "," JAXFLASH_R8(24, 25, 26, 27, 28, 29, 30, 31)
+#define JAXFLASH_R32                                             \
+  JAXFLASH_R8(0, 1, 2, 3, 4, 5, 6, 7)                            \
+  "," JAXFLASH_R8(8, 9, 10, 11, 12, 13, 14, 15) "," JAXFLASH_R8( \
+      16, 17, 18, 19, 20, 21, 22, 23) "," JAXFLASH_R8(24, 25, 26, 27, 28, 29, 30, 31)
 #define JAXFLASH_R40 JAXFLASH_R32 "," JAXFLASH_R8(32, 33, 34, 35, 36, 37, 38, 39)
 #define JAXFLASH_R48 JAXFLASH_R40 "," JAXFLASH_R8(40, 41, 42, 43, 44, 45, 46, 47)
 #define JAXFLASH_R56 JAXFLASH_R48 "," JAXFLASH_R8(48, 49, 50, 51, 52, 53, 54, 55)
@@ -70,12 +70,13 @@ struct Wgmma;
 #define JAXFLASH_R80 JAXFLASH_R72 "," JAXFLASH_R8(72, 73, 74, 75, 76, 77, 78, 79)
 #define JAXFLASH_R88 JAXFLASH_R80 "," JAXFLASH_R8(80, 81, 82, 83, 84, 85, 86, 87)
 #define JAXFLASH_R96 JAXFLASH_R88 "," JAXFLASH_R8(88, 89, 90, 91, 92, 93, 94, 95)
-#define JAXFLASH_R128                                                                             \
-  JAXFLASH_R96                                                                                    \
-  "," JAXFLASH_R8(96, 97, 98, 99, 100, 101, 102, 103) "," JAXFLASH_R8(                            \
-      104, 105, 106, 107, 108, 109, 110, 111) "," JAXFLASH_R8(112, 113, 114, 115, 116, 117, 118, \
-                                                              119) "," JAXFLASH_R8(120, 121, 122, 123, 124, 125, 126, 127)
-#define JAXFLASH_D8(i)                                                                       \
+#define JAXFLASH_R128                                                  \
+  JAXFLASH_R96                                                         \
+  "," JAXFLASH_R8(96, 97, 98, 99, 100, 101, 102, 103) "," JAXFLASH_R8( \
+      104, 105, 106, 107, 108, 109, 110,                               \
+      111) "," JAXFLASH_R8(112, 113, 114, 115, 116, 117, 118,          \
+                           119) "," JAXFLASH_R8(120, 121, 122, 123, 124, 125, 126, 127)
+#define JAXFLASH_D8(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define JAXFLASH_D32 JAXFLASH_D8(0), JAXFLASH_D8(8), JAXFLASH_D8(16), JAXFLASH_D8(24)
@@ -106,16 +107,16 @@ struct Wgmma;
     static __device__ __forceinline__ void of_registers(float (&d)[count], uint32_t a0,          \
                                                         uint32_t a1, uint32_t a2, uint32_t a3,   \
                                                         uint64_t b) {                            \
-      asm volatile("{ .reg .pred p; setp.eq.b32 p, 0, 0;\n"                                       \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type               \
-                   " {" JAXFLASH_R##count "}, {%" #n0 ",%" #n1 ",%" #n2 ",%" #n3 "}, %" #n4      \
-                   ", p, 1, 1, 1; }"                                                             \
-                   : JAXFLASH_D##count                                                           \
-                   : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                \
+      asm volatile(                                                                              \
+          "{ .reg .pred p; setp.eq.b32 p, 0, 0;\n"                                               \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type " {" JAXFLASH_R##count \
+          "}, {%" #n0 ",%" #n1 ",%" #n2 ",%" #n3 "}, %" #n4 ", p, 1, 1, 1; }"                    \
+          : JAXFLASH_D##count                                                                    \
+          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));                                         \
     }                                                                                            \
   };
-#define JAXFLASH_WGMMA(N, count, n0, n1, n2, n3, n4)                          \
-  JAXFLASH_WGMMA_TYPE(kBF16, "bf16", N, count, n0, n1, n2, n3, n4)            \
+#define JAXFLASH_WGMMA(N, count, n0, n1, n2, n3, n4)               \
+  JAXFLASH_WGMMA_TYPE(kBF16, "bf16", N, count, n0, n1, n2, n3, n4) \
   JAXFLASH_WGMMA_TYPE(kF16, "f16", N, count, n0, n1, n2, n3, n4)
 
 JAXFLASH_WGMMA(64, 32, 32, 33, 34, 35, 36)

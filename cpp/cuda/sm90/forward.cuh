@@ -1,12 +1,12 @@
 // Forward pass on Hopper: online softmax over tiles of keys (arXiv 1805.02867, 2307.08691), by
 // warps with different roles (arXiv 2407.08608).
 //
-// Blocks are persistent. One warp of each deals out tiles of rows and plans them, three have queries,
-// keys and values copied by the tensor memory accelerator, and each of the consumer warpgroups owns
-// 64 rows. Products run asynchronously: a warpgroup starts Q K^T of the next tile of keys and P V of
-// this one together, and does the softmax of the former while the latter is under way; from one tile
-// of rows to the next likewise. Warpgroups take turns at Q K^T, so that while one has its softmax,
-// the tensor cores work for another.
+// Blocks are persistent. One warp of each deals out tiles of rows and plans them, three have
+// queries, keys and values copied by the tensor memory accelerator, and each of the consumer
+// warpgroups owns 64 rows. Products run asynchronously: a warpgroup starts Q K^T of the next tile
+// of keys and P V of this one together, and does the softmax of the former while the latter is
+// under way; from one tile of rows to the next likewise. Warpgroups take turns at Q K^T, so that
+// while one has its softmax, the tensor cores work for another.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ struct Place {
 // What a block is to do with one tile of rows.
 template <int kWarpgroups>
 struct Plan {
-  bool stop;  // there is nothing to do any more
+  int stop;  // whether there is nothing to do any more
   int first_row;
   KeyTiles keys;                // that come by
   KeyTiles seen[kWarpgroups];   // those of them that a warpgroup sees
@@ -80,16 +80,16 @@ __device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
 // one register.
 template <int kStages>
 struct Ring {
-  int position = 0;
+  uint32_t position = 0;
 
-  __device__ __forceinline__ int stage() const { return position % kStages; }
-  __device__ __forceinline__ int parity() const { return position / kStages; }
+  __device__ __forceinline__ uint32_t stage() const { return position % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return position / kStages; }
   __device__ __forceinline__ void advance() { position = (position + 1) % (2 * kStages); }
 };
 
-template <class T, int D, int V>
+template <class T, int D, int V, Reach kReach>
 struct Forward {
-  static constexpr ForwardTile kTile = forward_tile(D, V);
+  static constexpr ForwardTile kTile = forward_tile(D, V, kReach);
   static constexpr int kWarpgroups = kTile.warpgroups, kKeys = kTile.keys;
   static constexpr int kQueryStages = kTile.query_stages, kStages = kTile.stages;
   static constexpr int kCluster = kTile.cluster;
@@ -106,10 +106,10 @@ struct Forward {
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
 
-  // Barriers named *_full: whoever fills the place arrives, and copies are counted; its readers wait.
-  // *_empty: each reader arrives that is done with it, one thread of a warp for plans and of a
-  // warpgroup for the operands of its products, with keys and values also at the other blocks of the
-  // cluster, which write here too; the filler waits.
+  // Barriers named *_full: whoever fills the place arrives, and copies are counted; its readers
+  // wait.
+  // *_empty: each warp that reads it arrives when it is done with it, with keys and values also at
+  // the other blocks of the cluster, which write here too; the filler waits.
   struct Shared {
     uint8_t query[kQueryStages][kWarpgroups][kQueryBytes];
     uint8_t key[kStages][kKeyBytes];
@@ -117,15 +117,21 @@ struct Forward {
     uint64_t query_full[kQueryStages][kWarpgroups], query_empty[kQueryStages][kWarpgroups];
     uint64_t key_full[kStages], key_empty[kStages];
     uint64_t value_full[kStages], value_empty[kStages];
-    uint64_t value_landed;  // as value_full, but its loader waits
-    uint64_t unit_full;     // of `unit`, which the first block of the cluster fills in all
-    uint64_t unit_empty;    // in the first block
+    uint64_t value_landed[kStages];  // as value_full, but its loader waits
+    uint64_t unit_full;              // of `unit`, which the first block of the cluster fills in all
+    uint64_t unit_empty;             // in the first block
     uint64_t plan_full[kPlans], plan_empty[kPlans];
     uint32_t unit;
     Plan<kWarpgroups> plans[kPlans];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 };
+
+// What all lanes of a warp hold, told to the compiler, which then keeps it in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ __forceinline__ KeyTiles uniform(const KeyTiles& tiles) {
+  return {uniform(tiles.begin), uniform(tiles.end)};
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* of) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(of));
@@ -144,9 +150,9 @@ __device__ __forceinline__ void wait(const uint64_t& barrier, int parity) {
 }
 
 // The warp that deals out work: units, each a head's tile of rows of the cluster.
-template <class T, int D, int V>
+template <class T, int D, int V, Reach kReach>
 struct Planner {
-  using F = Forward<T, D, V>;
+  using F = Forward<T, D, V, kReach>;
   static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
 
   const ForwardParams& params;
@@ -221,7 +227,8 @@ struct Planner {
 
   // The first unit of each cluster is its own number; those that follow come in the order in which
   // clusters ask for them, or in a fixed one where none takes longer than others.
-  __device__ __forceinline__ uint32_t unit_after(uint32_t unit, uint32_t clusters, int parity) const {
+  __device__ __forceinline__ uint32_t unit_after(uint32_t unit, uint32_t clusters,
+                                                 int parity) const {
     if (params.next_unit == nullptr) return unit + clusters;
     if (kCluster == 1) {
       uint32_t next = 0;
@@ -266,9 +273,9 @@ struct Planner {
 };
 
 // The warps that have tiles copied, one each for queries, keys and values.
-template <class T, int D, int V>
+template <class T, int D, int V, Reach kReach>
 struct Loader {
-  using F = Forward<T, D, V>;
+  using F = Forward<T, D, V, kReach>;
   static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
 
   const ForwardParams& params;
@@ -301,10 +308,9 @@ struct Loader {
         ptx::mbarrier_arrive_expecting(barrier, F::kQueryBytes);
 #pragma unroll 1
         for (int panel = 0; panel < F::kPanels; ++panel) {
-          ptx::tma_load(
-              shared_address(shared.query[ring.stage()][w]) + panel * F::kQueryPanelBytes,
-              &params.query.map, barrier, 64 * panel, plan.query.head, plan.first_row + 64 * w,
-              plan.query.batch);
+          ptx::tma_load(shared_address(shared.query[ring.stage()][w]) + panel * F::kQueryPanelBytes,
+                        &params.query.map, barrier, 64 * panel, plan.query.head,
+                        plan.first_row + 64 * w, plan.query.batch);
         }
       }
       ring.advance();
@@ -346,7 +352,7 @@ struct Loader {
   // probabilities of 0 need not be 0; past the array's end they are zeros already.
   __device__ __forceinline__ void load_values() {
     Ring<F::kStages> ring;
-    int landed_parity = 0;
+    uint32_t landed = 0;  // parities, a bit a stage
     for_each_plan([&](const Plan<kWarpgroups>& plan) {
       const int length = plan.row_keys.length;
       for (int tile = plan.keys.end - 1; tile >= plan.keys.begin; --tile) {
@@ -355,10 +361,10 @@ struct Loader {
         const bool whole = left >= kKeys || length == params.problem.key_length;
         uint64_t& full = shared.value_full[ring.stage()];
         copy_keys<F::kValuePanels>(params.value, plan.value, tile, shared.value[ring.stage()],
-                                   whole ? full : shared.value_landed);
+                                   whole ? full : shared.value_landed[ring.stage()]);
         if (!whole) {
-          wait(shared.value_landed, landed_parity);
-          landed_parity ^= 1;
+          wait(shared.value_landed[ring.stage()], landed >> ring.stage() & 1);
+          landed ^= 1u << ring.stage();
           clear_rows(shared.value[ring.stage()], left);
           if (lane() == 0) arrive(full);
         }
@@ -381,9 +387,9 @@ struct Loader {
 };
 
 // One warpgroup.
-template <class T, int D, int V>
+template <class T, int D, int V, Reach kReach>
 struct Consumer {
-  using F = Forward<T, D, V>;
+  using F = Forward<T, D, V, kReach>;
   using LogitProduct = ptx::Wgmma<F::kType, F::kKeys>;
   using OutputProduct = ptx::Wgmma<F::kType, V>;
   static constexpr int kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
@@ -395,6 +401,20 @@ struct Consumer {
   Ring<F::kPlans> plans;
   Ring<F::kQueryStages> queries;
   Ring<F::kStages> keys, values;
+
+  // What of a plan is wanted often.
+  struct Unit {
+    bool stop;
+    KeyTiles keys, seen, whole;
+    float scale;
+
+    __device__ __forceinline__ bool sees() const { return seen.begin < seen.end; }
+    // Whether the first tile of `next` that is seen comes right after the last of this.
+    __device__ __forceinline__ bool leads_to(const Unit& next) const {
+      return sees() && seen.begin == keys.begin && !next.stop && next.sees() &&
+             next.seen.end == next.keys.end;
+    }
+  };
 
   // As ptx/wgmma.cuh says which elements a thread has; [2]: of its rows lane / 4 and + 8.
   float output[V / 2];
@@ -413,18 +433,20 @@ struct Consumer {
     ptx::barrier_arrive(warpgroup == kWarpgroups - 1 ? 1 : 2 + warpgroup, 256);
   }
 
+  // One lane of each warp arrives in each block: other warps may not even have seen the tile come.
   __device__ __forceinline__ void release(uint64_t& empty) const {
+    const int lane = threadIdx.x & 31;
     if (F::kCluster == 1) {
-      if (thread() == 0) arrive(empty);
-    } else if (thread() < F::kCluster) {
-      ptx::mbarrier_arrive_at(shared_address(&empty), thread());
+      if (lane == 0) arrive(empty);
+    } else if (lane < F::kCluster) {
+      ptx::mbarrier_arrive_at(shared_address(&empty), lane);
     }
   }
   __device__ __forceinline__ void wait_for_queries() const {
     wait(shared.query_full[queries.stage()][warpgroup], queries.parity());
   }
   __device__ __forceinline__ void release_queries() {
-    if (thread() == 0) arrive(shared.query_empty[queries.stage()][warpgroup]);
+    if ((threadIdx.x & 31) == 0) arrive(shared.query_empty[queries.stage()][warpgroup]);
     queries.advance();
   }
   __device__ __forceinline__ void wait_for_keys() const {
@@ -457,7 +479,8 @@ struct Consumer {
   // Starts s = query key^T. Both operands have their k-steps of 16 columns 32 bytes apart within a
   // panel's rows.
   __device__ __forceinline__ void multiply_keys(float (&s)[kLogits]) const {
-    const uint64_t query = ptx::matrix_descriptor(shared_address(shared.query[queries.stage()][warpgroup]), 0);
+    const uint64_t query =
+        ptx::matrix_descriptor(shared_address(shared.query[queries.stage()][warpgroup]), 0);
     const uint64_t key = ptx::matrix_descriptor(shared_address(shared.key[keys.stage()]), 0);
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
@@ -470,8 +493,8 @@ struct Consumer {
 
   // Starts output += p value. k-steps of 16 keys are 16 rows apart.
   __device__ __forceinline__ void multiply_values() {
-    const uint64_t value = ptx::matrix_descriptor(shared_address(shared.value[values.stage()]),
-                                                  F::kKeyPanelBytes);
+    const uint64_t value =
+        ptx::matrix_descriptor(shared_address(shared.value[values.stage()]), F::kKeyPanelBytes);
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       OutputProduct::of_registers(output, p[4 * step], p[4 * step + 1], p[4 * step + 2],
@@ -512,8 +535,7 @@ struct Consumer {
         peak[1] = fmaxf(peak[1], s[i + 2 * half + 1]);
       }
       const float old = reference[half];
-      const float now =
-          fmaxf(old, exponent.reference(sm80::quad_max(fmaxf(peak[0], peak[1]))));
+      const float now = fmaxf(old, exponent.reference(sm80::quad_max(fmaxf(peak[0], peak[1]))));
       reference[half] = now;
       shrink[half] = ptx::ex2(exponent.difference(old, now));
       sum[half] *= shrink[half];
@@ -545,37 +567,27 @@ struct Consumer {
     for (int i = 0; i < V / 2; ++i) output[i] = 0.f;
   }
 
-  // What of a plan is wanted for every tile, in registers.
-  struct Rules {
-    float scale;
-    KeyTiles whole;
-  };
-  __device__ __forceinline__ Rules rules_of(const Plan<kWarpgroups>& plan) const {
-    return {plan.scale, plan.whole[warpgroup]};
-  }
-
   // From products to probabilities. Logits are in units of the scale, so that products need no
   // multiplication but where it is zero or negative.
   __device__ __forceinline__ void make_probabilities(const Plan<kWarpgroups>& plan,
-                                                     const Rules& rules, int tile,
+                                                     const Unit& unit, int tile,
                                                      float (&s)[kLogits], float (&shrink)[2]) {
-    const bool zero = rules.scale == 0.f;
-    if (rules.scale <= 0.f) {
+    const bool zero = unit.scale == 0.f;
+    if (unit.scale <= 0.f) {
       const float factor = zero ? 0.f : -1.f;
 #pragma unroll
       for (int i = 0; i < kLogits; ++i) s[i] *= factor;
     }
-    if (tile < rules.whole.begin || tile >= rules.whole.end) {
+    if (tile < unit.whole.begin || tile >= unit.whole.end) {
       hide_outside(plan.row_keys, plan.first_row, tile, s);
     }
-    softmax(s, Exponent<T>{zero ? 1.f : fabsf(rules.scale) * sm80::kLog2E}, shrink);
+    softmax(s, Exponent<T>{zero ? 1.f : fabsf(unit.scale) * sm80::kLog2E}, shrink);
     ptx::pin_registers(s);
   }
 
   // The first tile of keys after a pause.
-  __device__ __forceinline__ void open(const Plan<kWarpgroups>& plan) {
-    const KeyTiles seen = plan.seen[warpgroup];
-    const Rules rules = rules_of(plan);
+  __device__ __forceinline__ void open(const Plan<kWarpgroups>& plan, const Unit& unit) {
+    const KeyTiles seen = unit.seen;
     float s[kLogits], shrink[2];
     wait_for_queries();
     take_turn();
@@ -587,18 +599,18 @@ struct Consumer {
     ptx::pin_registers(s);
     release_keys();
     if (seen.end - 1 == seen.begin) release_queries();
-    make_probabilities(plan, rules, seen.end - 1, s, shrink);
+    make_probabilities(plan, unit, seen.end - 1, s, shrink);
     pack(s);
     if (seen.end - 1 != seen.begin) wait_for_keys();
   }
 
   // Q K^T and the softmax of a tile, and P V of the one before it, which belongs to the same rows.
-  __device__ __forceinline__ void step(const Plan<kWarpgroups>& plan, const Rules& rules, int tile,
-                                       bool last) {
+  __device__ __forceinline__ void step(const Plan<kWarpgroups>& plan, const Unit& unit, int tile) {
+    const bool last = tile == unit.seen.begin;
     float s[kLogits], shrink[2];
     start_products(s);
     if (last) release_queries();
-    make_probabilities(plan, rules, tile, s, shrink);
+    make_probabilities(plan, unit, tile, s, shrink);
     finish_products(last);
     pack(s);
 #pragma unroll
@@ -606,11 +618,10 @@ struct Consumer {
   }
 
   // Likewise where the tile is the first of other rows, of plan `next`.
-  __device__ __forceinline__ void step_to(const Plan<kWarpgroups>& next,
+  __device__ __forceinline__ void step_to(const Plan<kWarpgroups>& next, const Unit& unit,
                                           const Plan<kWarpgroups>& plan) {
-    const KeyTiles seen = next.seen[warpgroup];
+    const KeyTiles seen = unit.seen;
     const bool last = seen.end - 1 == seen.begin;
-    const Rules rules = rules_of(next);
     float s[kLogits], normalise[2], shrink[2];
     finish_statistics(plan, normalise);
     start_rows();
@@ -618,7 +629,7 @@ struct Consumer {
     wait_for_keys();
     start_products(s);
     if (last) release_queries();
-    make_probabilities(next, rules, seen.end - 1, s, shrink);
+    make_probabilities(next, unit, seen.end - 1, s, shrink);
     finish_products(last);
     pack(s);
     store_output(plan, normalise);
@@ -638,8 +649,8 @@ struct Consumer {
     ptx::pin_registers(s);
     release_keys();
   }
-  // `last`: no more keys are awaited for these rows. That wait comes first because ptxas moves a wait
-  // for products ahead of the whole softmax, unless there is a branch between them.
+  // `last`: no more keys are awaited for these rows. That wait comes first because ptxas moves a
+  // wait for products ahead of the whole softmax, unless there is a branch between them.
   __device__ __forceinline__ void finish_products(bool last) {
     if (!last) wait_for_keys();
     ptx::wgmma_wait<0>();
@@ -648,14 +659,13 @@ struct Consumer {
   }
 
   // P V of the last tile before a pause.
-  __device__ __forceinline__ void close(const Plan<kWarpgroups>& plan) {
+  __device__ __forceinline__ void close() {
     wait_for_values();
     ptx::wgmma_fence();
     multiply_values();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(output);
     release_values();
-    finish(plan);
   }
 
   // Transposes 4x4 words of a quad: from word b of lane q to word q of lane b.
@@ -728,67 +738,59 @@ struct Consumer {
     store_output(plan, normalise);
   }
 
-  __device__ __forceinline__ const Plan<kWarpgroups>& wait_for_plan() const {
+  __device__ __forceinline__ const Plan<kWarpgroups>& plan_of(uint32_t stage) const {
+    return shared.plans[stage];
+  }
+  __device__ __forceinline__ Unit next_unit() const {
     wait(shared.plan_full[plans.stage()], plans.parity());
-    return shared.plans[plans.stage()];
+    const Plan<kWarpgroups>& plan = plan_of(plans.stage());
+    return {uniform(plan.stop) != 0, uniform(plan.keys), uniform(plan.seen[warpgroup]),
+            uniform(plan.whole[warpgroup]), plan.scale};
   }
-  // The one before that which the ring is at.
-  __device__ __forceinline__ void release_plan() const {
+  __device__ __forceinline__ void release_plan(uint32_t stage) const {
     __syncwarp();  // one lane waits for all to have read it
-    if (threadIdx.x % 32 == 0) {
-      arrive(shared.plan_empty[(plans.stage() + F::kPlans - 1) % F::kPlans]);
-    }
-  }
-
-  // Whether the first tile that it sees of `next` comes right after the last of `plan`.
-  __device__ __forceinline__ bool follows(const Plan<kWarpgroups>& next,
-                                          const Plan<kWarpgroups>& plan) const {
-    const KeyTiles seen = next.seen[warpgroup];
-    return !next.stop && plan.seen[warpgroup].begin == plan.keys.begin &&
-           seen.end == next.keys.end && seen.begin < seen.end;
+    if ((threadIdx.x & 31) == 0) arrive(shared.plan_empty[stage]);
   }
 
   __device__ __forceinline__ void run() {
     if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn
-    bool opened = false;  // whether the plan's first tile has been
-    for (;;) {
-      const Plan<kWarpgroups>& plan = wait_for_plan();
-      if (plan.stop) return;
-      plans.advance();
-      const KeyTiles seen = plan.seen[warpgroup];
-      const bool sees = seen.begin < seen.end;
+    bool opened = false;                            // whether the unit's first tile has been
+    for (Unit unit = next_unit(); !unit.stop;) {
+      const uint32_t stage = plans.stage();
+      const Plan<kWarpgroups>& plan = plan_of(stage);
       if (!opened) {
-        skip_tiles(seen.end, plan.keys.end);
+        skip_tiles(unit.seen.end, unit.keys.end);
         start_rows();
         clear_output();
-        if (sees) {
-          open(plan);
+        if (unit.sees()) {
+          open(plan, unit);
         } else {
           wait_for_queries();
           release_queries();
         }
       }
-      const Rules rules = rules_of(plan);
-      for (int tile = seen.end - 2; tile >= seen.begin; --tile) {
-        step(plan, rules, tile, tile == seen.begin);
-      }
-      const Plan<kWarpgroups>& next = wait_for_plan();
-      opened = sees && follows(next, plan);
+      for (int tile = unit.seen.end - 2; tile >= unit.seen.begin; --tile) step(plan, unit, tile);
+
+      plans.advance();
+      const Unit next = next_unit();
+      opened = unit.leads_to(next);
       if (opened) {
-        step_to(next, plan);
+        step_to(plan_of(plans.stage()), next, plan);
       } else {
-        sees ? close(plan) : finish(plan);
-        skip_tiles(plan.keys.begin, seen.begin);
+        if (unit.sees()) close();
+        finish(plan);
+        skip_tiles(unit.keys.begin, unit.seen.begin);
       }
-      release_plan();
+      release_plan(stage);
+      unit = next;
     }
   }
 };
 
-template <class T, int D, int V>
-__global__ void __launch_bounds__(Forward<T, D, V>::kThreads, 1)
+template <class T, int D, int V, Reach kReach>
+__global__ void __launch_bounds__(Forward<T, D, V, kReach>::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  using F = Forward<T, D, V>;
+  using F = Forward<T, D, V, kReach>;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename F::Shared*>(memory);
   const uint32_t cluster = blockIdx.x / F::kCluster, clusters = gridDim.x / F::kCluster;
@@ -800,16 +802,16 @@ __global__ void __launch_bounds__(Forward<T, D, V>::kThreads, 1)
     for (int stage = 0; stage < F::kQueryStages; ++stage) {
       for (int w = 0; w < F::kWarpgroups; ++w) {
         init(shared.query_full[stage][w], 1);
-        init(shared.query_empty[stage][w], 1);
+        init(shared.query_empty[stage][w], 4);
       }
     }
     for (int stage = 0; stage < F::kStages; ++stage) {
       init(shared.key_full[stage], 1);
       init(shared.value_full[stage], 1);
-      init(shared.key_empty[stage], F::kWarpgroups * F::kCluster);
-      init(shared.value_empty[stage], F::kWarpgroups * F::kCluster);
+      init(shared.value_landed[stage], 1);
+      init(shared.key_empty[stage], 4 * F::kWarpgroups * F::kCluster);
+      init(shared.value_empty[stage], 4 * F::kWarpgroups * F::kCluster);
     }
-    init(shared.value_landed, 1);
     init(shared.unit_full, 1);
     init(shared.unit_empty, F::kCluster);
     for (int stage = 0; stage < F::kPlans; ++stage) {
@@ -821,21 +823,20 @@ __global__ void __launch_bounds__(Forward<T, D, V>::kThreads, 1)
   // All threads wait for the barriers, in all blocks that copies go to.
   F::kCluster > 1 ? ptx::cluster_sync() : __syncthreads();
 
-  // Uniform over a warp, which the compiler would not know of the thread's number.
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
     ptx::give_registers<F::kProducerRegisters>();
     if (warp == 0) {
-      Planner<T, D, V>{params, shared}.run(cluster, clusters);
+      Planner<T, D, V, kReach>{params, shared}.run(cluster, clusters);
     } else {
-      Loader<T, D, V> loader = {params, shared};
+      Loader<T, D, V, kReach> loader = {params, shared};
       if (warp == 1) loader.load_queries();
       if (warp == 2) loader.load_keys();
       if (warp == 3) loader.load_values();
     }
   } else {
     ptx::take_registers<F::kConsumerRegisters>();
-    Consumer<T, D, V>{params, shared, warp / 4 - 1}.run();
+    Consumer<T, D, V, kReach>{params, shared, warp / 4 - 1}.run();
   }
   // No block leaves while others may arrive at its barriers.
   if (F::kCluster > 1) ptx::cluster_sync();

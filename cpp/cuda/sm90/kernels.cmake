@@ -1,11 +1,12 @@
 # The Hopper kernels there are: one list for instantiations and dispatch.
 #
-# An entry is (dtype tag, padded head dim, padded value dim), forward only. The largest is the fallback of all that are
-# smaller, so any two dims up to 256 find one.
+# An entry is (dtype tag, padded head dim, padded value dim, reach), forward only. The largest is the fallback of all
+# that are smaller, so any two dims up to 256 find one.
 set(JAXFLASH_SM90_KERNELS "")
 foreach(T IN ITEMS BF16 F16)
-  foreach(DIMS IN ITEMS "64 64" "96 96" "128 128" "192 128" "192 192" "256 256")
-    list(APPEND JAXFLASH_SM90_KERNELS "${T} ${DIMS}")
+  foreach(TILE IN ITEMS "64 64 kLong" "96 96 kLong" "128 128 kShort" "128 128 kLong" "192 128 kLong" "192 192 kLong"
+                        "256 256 kLong")
+    list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE}")
   endforeach()
 endforeach()
 
@@ -29,8 +30,9 @@ function(jaxflash_sm90_kernels folder enabled sources)
       list(GET parts 0 T)
       list(GET parts 1 D)
       list(GET parts 2 V)
-      string(APPEND list "JAXFLASH_KERNEL(${T}, ${D}, ${V})\n")
-      set(file "${folder}/cuda/sm90/forward_${T}_${D}_${V}.cu")
+      list(GET parts 3 REACH)
+      string(APPEND list "JAXFLASH_KERNEL(${T}, ${D}, ${V}, ${REACH})\n")
+      set(file "${folder}/cuda/sm90/forward_${T}_${D}_${V}_${REACH}.cu")
       configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/forward.cu.in" "${file}" @ONLY)
       list(APPEND files "${file}")
     endforeach()

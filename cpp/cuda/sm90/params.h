@@ -27,7 +27,7 @@ struct ForwardParams {
   Problem problem;
   Tensor output;
   Statistics statistics;
-  Schedule schedule;  // tiles: of the rows of a cluster
+  Schedule schedule;   // tiles: of the rows of a cluster
   uint32_t group = 1;  // query heads a key head
   // How many tiles were dealt out beside the first ones, 0 at first; nullptr: in a fixed order.
   uint32_t* next_unit = nullptr;
