@@ -73,7 +73,7 @@ const HopperKernel* find_hopper_kernel(const Problem& problem) {
   const bool empty = problem.key_length == 0;
   const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;
   const int64_t tiles = problem.batches * problem.query_heads * tiles_of(problem.query_length, 128);
-  const bool split = tiles < 128 && problem.key_length >= 512;
+  const bool split = tiles < 128 && problem.key_length >= 2048;
   if (needs_everything(problem) || empty || huge || split) return nullptr;
   const bool is_short = problem.key_length <= sm90::kShortKeys;
   for (const HopperKernel& kernel : kHopperKernels) {
