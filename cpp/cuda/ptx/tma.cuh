@@ -29,11 +29,6 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t to, const void* map,
       : "memory");
 }
 
-// prefetch.tensormap, "Data Movement and Conversion Instructions: prefetch".
-__device__ __forceinline__ void tma_prefetch_map(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // fence.proxy.async.shared::cta, "Memory Consistency Model: Proxies": orders this thread's own
 // writes to shared memory before reads by wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -106,10 +106,9 @@ struct Forward {
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
 
-  // Barriers named *_full: whoever fills the place arrives, and copies are counted; its readers
-  // wait.
-  // *_empty: each warp that reads it arrives when it is done with it, with keys and values also at
-  // the other blocks of the cluster, which write here too; the filler waits.
+  // Barriers named *_full: who fills the place arrives, and copies to it are counted; its readers
+  // wait. *_empty: each warp that has read it arrives, with keys and values also at the other
+  // blocks of the cluster, which write here too; who fills it waits.
   struct Shared {
     uint8_t query[kQueryStages][kWarpgroups][kQueryBytes];
     uint8_t key[kStages][kKeyBytes];
@@ -395,13 +394,6 @@ struct Consumer {
   static constexpr int kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
   static constexpr int kLogits = kKeys / 2;  // a thread
 
-  const ForwardParams& params;
-  typename F::Shared& shared;
-  int warpgroup;
-  Ring<F::kPlans> plans;
-  Ring<F::kQueryStages> queries;
-  Ring<F::kStages> keys, values;
-
   // What of a plan is wanted often.
   struct Unit {
     bool stop;
@@ -415,6 +407,13 @@ struct Consumer {
              next.seen.end == next.keys.end;
     }
   };
+
+  const ForwardParams& params;
+  typename F::Shared& shared;
+  int warpgroup;
+  Ring<F::kPlans> plans;
+  Ring<F::kQueryStages> queries;
+  Ring<F::kStages> keys, values;
 
   // As ptx/wgmma.cuh says which elements a thread has; [2]: of its rows lane / 4 and + 8.
   float output[V / 2];
@@ -433,7 +432,8 @@ struct Consumer {
     ptx::barrier_arrive(warpgroup == kWarpgroups - 1 ? 1 : 2 + warpgroup, 256);
   }
 
-  // One lane of each warp arrives in each block: other warps may not even have seen the tile come.
+  // Every warp arrives, a lane for each block: were it one for all warps, others might not even
+  // have seen the tile come before the next two have.
   __device__ __forceinline__ void release(uint64_t& empty) const {
     const int lane = threadIdx.x & 31;
     if (F::kCluster == 1) {
@@ -649,10 +649,11 @@ struct Consumer {
     ptx::pin_registers(s);
     release_keys();
   }
-  // `last`: no more keys are awaited for these rows. That wait comes first because ptxas moves a
-  // wait for products ahead of the whole softmax, unless there is a branch between them.
+  // `last`: no more keys are awaited for these rows. That wait comes first, and on a condition that
+  // needs all probabilities (sums are never negative): ptxas moves a wait for products ahead of the
+  // softmax, unless a branch that depends on it is between them.
   __device__ __forceinline__ void finish_products(bool last) {
-    if (!last) wait_for_keys();
+    if (!last || sum[0] + sum[1] < 0.f) wait_for_keys();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(output);
     release_values();
@@ -738,12 +739,9 @@ struct Consumer {
     store_output(plan, normalise);
   }
 
-  __device__ __forceinline__ const Plan<kWarpgroups>& plan_of(uint32_t stage) const {
-    return shared.plans[stage];
-  }
   __device__ __forceinline__ Unit next_unit() const {
     wait(shared.plan_full[plans.stage()], plans.parity());
-    const Plan<kWarpgroups>& plan = plan_of(plans.stage());
+    const Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
     return {uniform(plan.stop) != 0, uniform(plan.keys), uniform(plan.seen[warpgroup]),
             uniform(plan.whole[warpgroup]), plan.scale};
   }
@@ -757,7 +755,7 @@ struct Consumer {
     bool opened = false;                            // whether the unit's first tile has been
     for (Unit unit = next_unit(); !unit.stop;) {
       const uint32_t stage = plans.stage();
-      const Plan<kWarpgroups>& plan = plan_of(stage);
+      const Plan<kWarpgroups>& plan = shared.plans[stage];
       if (!opened) {
         skip_tiles(unit.seen.end, unit.keys.end);
         start_rows();
@@ -775,7 +773,7 @@ struct Consumer {
       const Unit next = next_unit();
       opened = unit.leads_to(next);
       if (opened) {
-        step_to(plan_of(plans.stage()), next, plan);
+        step_to(shared.plans[plans.stage()], next, plan);
       } else {
         if (unit.sees()) close();
         finish(plan);
