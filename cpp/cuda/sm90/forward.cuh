@@ -727,7 +727,7 @@ struct Consumer {
         }
         const uint4 neighbours = transpose_quad(words);
         if (at < params.problem.query_length && 32 * j + 8 * lane < params.problem.value_dim) {
-          *reinterpret_cast<uint4*>(to + 32 * j) = neighbours;
+          ptx::store_global_4(to + 32 * j, neighbours);
         }
       }
     }
