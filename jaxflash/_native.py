@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxflash import _compat, _partition
 from jaxflash._batch import MergedBatch
 from jaxflash._modules import unavailable_reason
 from jaxflash._operands import (
@@ -29,6 +30,7 @@ from jaxflash._operands import (
     reduce_to,
 )
 from jaxflash._platforms import BACKWARD, FORWARD, PLATFORMS, Call, Platform
+from jaxflash._version import __version__
 
 
 @functools.cache
@@ -47,9 +49,10 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
     """
     lower_xla = mlir.lower_fun(xla, multiple_results=True)
     lower_native = {
-        name: mlir.lower_fun(functools.partial(native, platform), multiple_results=True)
+        name: _lowering(primitive, functools.partial(native, platform), name)
         for name, platform in PLATFORMS.items()
     }
+    _compat.lowers_to_custom_partitioning(primitive)
 
     def lower(platform: str | None, context, *operands, **params):
         name = platform or ", ".join(context.platforms or context.module_context.platforms)
@@ -69,6 +72,22 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
     mlir.register_lowering(primitive, functools.partial(lower, None))
     for name in PLATFORMS:
         mlir.register_lowering(primitive, functools.partial(lower, name), platform=name)
+
+
+def _lowering(primitive: Primitive, native: Callable, platform: str) -> Callable:
+    """How a primitive lowers to the native kernels of a platform, on one device or on many."""
+    lower_plainly = mlir.lower_fun(native, multiple_results=True)
+
+    def lower(context, *operands, **params):
+        if _compat.is_manual(context):
+            return lower_plainly(context, *operands, **params)
+        run = functools.partial(_partition.partitioned, native)
+        values = mlir.lower_fun(run, multiple_results=True)(context, *operands, **params)
+        name = f"jaxflash {__version__} {platform} {primitive} {params} {context.avals_in}"
+        _compat.name_partitioning(context, values[0], name)
+        return values
+
+    return lower
 
 
 def _why_not(

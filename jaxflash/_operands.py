@@ -34,8 +34,19 @@ FORWARD_OPERANDS: Mapping[str, str] = {
     "dropout_stream": "NW",
 }
 
+# What the forward pass returns, in order.
+FORWARD_RESULTS: Mapping[str, str] = {"output": "TNV", "logit_max": "TN", "log_sum": "TN"}
+
 # What the backward pass takes besides, in order.
-BACKWARD_OPERANDS = ("output_cotangent", "logit_max", "log_sum", "delta")
+BACKWARD_OPERANDS: Mapping[str, str] = {
+    "output_cotangent": "TNV",
+    "logit_max": "TN",
+    "log_sum": "TN",
+    "delta": "TN",
+}
+
+# What it returns has an operand's name and axes, but that of the scale is a share for each row.
+COTANGENTS: Mapping[str, str] = {**FORWARD_OPERANDS, "scale": "TN"}
 
 # The operands that have gradients.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")

@@ -239,22 +239,22 @@ def bfloat16():
     return np.dtype(jnp.bfloat16)
 
 
-def run_python(script, *arguments, environment=None):
-    """Runs a script in a fresh interpreter; returns what it prints. A deadlock is a failure."""
+def python_environment(**variables):
+    """The environment for a fresh interpreter."""
     # The package under test, not the source folder that the interpreter may be started in.
     package = Path(jaxflash.__file__).parent.parent
+    return {**os.environ, "PYTHONPATH": str(package), "JAX_PLATFORMS": "cpu", **variables}
+
+
+def run_python(script, *arguments, environment=None):
+    """Runs a script in a fresh interpreter; returns what it prints. A deadlock is a failure."""
     finished = subprocess.run(
         [sys.executable, "-P", "-c", textwrap.dedent(script), *arguments],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(package),
-            "JAX_PLATFORMS": "cpu",
-            **(environment or {}),
-        },
+        env=python_environment(**(environment or {})),
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout

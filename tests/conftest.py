@@ -7,13 +7,18 @@ import os
 # Most programs here run once: on a CPU LLVM's expensive passes would take half the suite's time, on
 # a GPU the search for the fastest matrix product. The graph that XLA makes, and so what tests say
 # of it, is the same. Set XLA_FLAGS to try others.
+# Eight CPU devices are for the tests of sharding; all others use the first.
 if any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=0"
+    )
     # Each of pytest-xdist's processes would take three quarters of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 else:
     os.environ.setdefault(
-        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        "XLA_FLAGS",
+        "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+        "--xla_llvm_disable_expensive_passes=true",
     )
 
 import jax

@@ -9,6 +9,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/params.h"
+#include "cuda/sm80/schedule.cuh"
 
 namespace jaxflash::cuda::sm80 {
 
@@ -76,6 +77,24 @@ __global__ void query_finish_kernel(const __grid_constant__ QueryFinishParams pa
   }
 }
 
+// One thread an element of the cotangent of key or value, of which each split has made a part.
+template <class T, int D>
+__global__ void key_finish_kernel(const __grid_constant__ BackwardParams params, Tensor cotangent,
+                                  const float* sums, int columns) {
+  const Problem& problem = params.problem;
+  const int64_t elements = params.schedule.heads * problem.key_length * D;
+  const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int column = static_cast<int>(at % D);
+  if (at >= elements || column >= columns) return;
+  float sum = 0.f;
+  for (int split = 0; split < params.splits; ++split) sum += sums[split * elements + at];
+  const int64_t row = at / D % problem.key_length, unit = at / D / problem.key_length;
+  const BatchIndex index = batch_index(problem, batch_of(params, unit / problem.key_heads, 0));
+  auto* const to = static_cast<typename T::Bits*>(cotangent.data) + batch_offset(cotangent, index) +
+                   unit % problem.key_heads * cotangent.head + row * cotangent.row;
+  store_element(T(), to + column, sum);
+}
+
 static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams params) {
   const int64_t at = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (at >= params.elements) return;
@@ -88,6 +107,19 @@ static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams pa
     default:
       return store_element(F32(), static_cast<uint32_t*>(to) + at, sums[at]);
   }
+}
+
+template <class T, int D>
+void finish_keys(const BackwardParams& params, Stream stream) {
+  const Problem& problem = params.problem;
+  const int64_t blocks = tiles_of(params.schedule.heads * problem.key_length * D, 256);
+  const auto finish = [&](const Tensor& cotangent, const float* sums, int64_t columns) {
+    if (sums == nullptr) return;
+    key_finish_kernel<T, D><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
+        params, cotangent, sums, static_cast<int>(columns));
+  };
+  finish(params.key_cotangent, params.split_key, problem.head_dim);
+  finish(params.value_cotangent, params.split_value, problem.value_dim);
 }
 
 template <class T>

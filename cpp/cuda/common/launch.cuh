@@ -76,7 +76,8 @@ Error prepare_kernel(Kernel kernel, KernelCache& cache, const SharedBytes& share
 inline bool allows_vectors(const Tensor& tensor, int64_t columns, int64_t size) {
   int64_t strides = columns | tensor.head | tensor.row;
   for (int64_t batch : tensor.batch) strides |= batch;
-  return strides * size % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+  const bool near = tensor.row * size < (int64_t{1} << 26);  // 32 rows within 32 bits
+  return near && strides * size % 16 == 0 && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
 }  // namespace jaxflash::cuda

@@ -8,6 +8,12 @@
 
 namespace jaxflash::cuda::sm80 {
 
+// Blocks of a section. Every block of a head walks the same queries, cotangents and sums: the fewer
+// heads are under way, the better these stay in the L2 cache. So no more heads than it takes to
+// have a block for each place: at most two on each of the 188 multiprocessors of the largest GPU,
+// and some for those that are done early.
+inline constexpr int64_t kSectionBlocks = 512;
+
 template <class T, int D, class Policy>
 Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinishParams bias,
                       bool deterministic, Cursor& cursor, bool launch, int arch, Stream stream) {
@@ -37,6 +43,16 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     params.bias_cotangent.data = cursor.take<float>(bias.elements);
     if (deterministic) return "jaxflash: deterministic gradients of a broadcast bias";
   }
+  params.row_tiles = std::max<int64_t>(row_tiles, 1);
+  params.splits = splits_of(key_heads * key_tiles, params.heads * row_tiles);
+  params.split_tiles = tiles_of(params.heads * params.row_tiles, params.splits);
+  if (params.splits > 1) {
+    const int64_t sums_of_keys = params.splits * key_heads * problem.key_length * D;
+    if (params.key_cotangent.data != nullptr) params.split_key = cursor.take<float>(sums_of_keys);
+    if (params.value_cotangent.data != nullptr) {
+      params.split_value = cursor.take<float>(sums_of_keys);
+    }
+  }
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
@@ -53,8 +69,9 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
   }
   params.schedule.tiles = static_cast<uint32_t>(key_tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
-  params.schedule.section_heads = static_cast<uint32_t>(std::clamp<int64_t>(
-      tiles_of(512, std::max<int64_t>(key_tiles, 1)), 1, std::max<int64_t>(key_heads, 1)));
+  const int64_t filling = tiles_of(kSectionBlocks, std::max<int64_t>(key_tiles, 1));
+  params.schedule.section_heads =
+      static_cast<uint32_t>(std::min(filling, std::max<int64_t>(key_heads, 1)));
   // Turns are waited for: what a block waits for must have started before it.
   params.schedule.last_first = deterministic;
   int shared = tile.shared_bytes(D, kSize<T>);
@@ -67,8 +84,9 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
                            allows_vectors(params.bias_cotangent, problem.key_length, kSize<T>);
   }
   if (key_heads * key_tiles > 0) {
-    kernel<<<static_cast<unsigned>(key_heads * key_tiles), tile.threads(), shared, stream>>>(
-        params);
+    const dim3 grid(static_cast<unsigned>(key_heads * key_tiles), params.splits);
+    kernel<<<grid, tile.threads(), shared, stream>>>(params);
+    if (params.splits > 1) finish_keys<T, D>(params, stream);
   }
   if (wants_query && query_heads * params.strips > 0) {
     finish.query_sums = params.query_sums;

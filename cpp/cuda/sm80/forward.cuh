@@ -41,6 +41,7 @@ struct KeyTiles {
 struct BlockTiles {
   int row_tile;
   int first_row;
+  KeyTiles keys;
   KeyTiles whole_keys;
 };
 
@@ -77,14 +78,12 @@ struct Forward {
   // Keys and values of a tile, and what apply_rules will read for this block's rows.
   __device__ __forceinline__ void load_keys(const Visit& visit, int stage) const {
     const int first = visit.tile * kKeys;
-    load_tile<Layout, kKeys, kThreads>(
+    load_tiles<Layout, kKeys, kThreads>(
         key_tile + stage * kKeyBytes,
-        {view.key, problem.key.row, static_cast<int>(problem.head_dim), params.vectors.key}, first,
-        view.extent.key_length);
-    load_tile<Layout, kKeys, kThreads>(
+        {view.key, problem.key.row, static_cast<int>(problem.head_dim), params.vectors.key},
         value_tile + stage * kKeyBytes,
         {view.value, problem.value.row, static_cast<int>(problem.value_dim), params.vectors.value},
-        first, view.extent.key_length);
+        first, static_cast<int>(view.extent.key_length));
     if constexpr (Policy::kEverything) {
       load_arrays<kRows, kKeys, kThreads>(problem, view, array_tiles_of(stage), visit.checks,
                                           tiles.first_row, first);
@@ -364,11 +363,11 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
     const Rows query =
         rows_of(problem.query, index, head, problem.head_dim, kSize<T>, params.vectors.query);
     load_tile<typename F::Layout, kRows, F::kThreads>(f.query_tile, query, first_row,
-                                                      extent.query_length);
+                                                      static_cast<int>(extent.query_length));
   }
   load_scalars<Policy>(problem, index, head, view);
   if (threadIdx.x == 0) {
-    tiles = {static_cast<int>(work.tile), first_row,
+    tiles = {static_cast<int>(work.tile), first_row, keys,
              whole_key_tiles_of<kRows, kKeys>(params, extent, first_row)};
     view.extent = extent;
     view.index = index;
@@ -390,7 +389,7 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
   const auto next_visit = [&](int tile) -> Visit {
     if constexpr (Policy::kEverything) {
       if (!mapped) return {tile, range_checks(tile)};
-      return scan.next(tile, keys.end, [&](int t) {
+      return scan.next(tile, tiles.keys.end, [&](int t) {
         return tile_checks<Policy, kRows, kKeys>(problem, params.maps, view, tiles.row_tile, t);
       });
     }
@@ -398,7 +397,7 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
   };
 
   Visit visit = next_visit(keys.begin);
-  if (visit.tile < keys.end) {
+  if (visit.tile < tiles.keys.end) {
     f.load_keys(visit, 0);
   } else {
     ptx::cp_async_wait_all();
@@ -414,13 +413,12 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
   OperandA<T> kept_query[kKept][F::kStrips];
   bool first = true;
   int stage = 0;
-  while (visit.tile < keys.end) {
+  while (visit.tile < tiles.keys.end) {
     ptx::cp_async_wait<0>();
     // Every thread arrives when its copies of this tile are there and it has done with the last
     // tile; all wait, so that all may read this tile and overwrite the last.
     __syncthreads();
     const Visit next = next_visit(visit.tile + 1);
-    if (kStages > 1 && next.tile < keys.end) f.load_keys(next, stage ^ 1);
     if (F::kTile.query_in_registers && first) {
 #pragma unroll
       for (int step = 0; step < kKept; ++step) f.load_query(kept_query[step], step);
@@ -442,6 +440,8 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
           }
         },
         s);
+    // Behind the products, its addresses are computed while these are under way.
+    if (kStages > 1 && next.tile < tiles.keys.end) f.load_keys(next, stage ^ 1);
     const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0};
     apply_rules<T, Policy, kKeys>(
         problem, view, checks, f.array_tiles_of(stage), place, [](int, int, int, float) {}, s);
@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
 
     if (kStages > 1) {
       stage ^= 1;
-    } else if (next.tile < keys.end) {
+    } else if (next.tile < tiles.keys.end) {
       __syncthreads();  // all have done with the one stage there is, before it is overwritten
       f.load_keys(next, 0);
     }

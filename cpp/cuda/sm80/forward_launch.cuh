@@ -8,16 +8,6 @@
 
 namespace jaxflash::cuda::sm80 {
 
-// Blocks below which keys are dealt to several, and how many are aimed at then.
-inline constexpr int64_t kFewBlocks = 128, kEnoughBlocks = 256;
-
-inline int splits_of(const Problem& problem, int64_t blocks, int keys) {
-  if (blocks == 0 || blocks >= kFewBlocks) return 1;
-  const int64_t key_tiles = tiles_of(problem.key_length, keys);
-  return static_cast<int>(
-      std::max<int64_t>(std::min(tiles_of(kEnoughBlocks, blocks), key_tiles / 2), 1));
-}
-
 template <class T, int D, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch, Stream stream) {
   static KernelCache cache;
@@ -33,7 +23,7 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, int arch
   if (heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
 
   if (Policy::kEverything) params.maps = take_maps(problem, tile.rows(), tile.keys, cursor);
-  params.splits = splits_of(problem, heads * tiles, tile.keys);
+  params.splits = splits_of(heads * tiles, tiles_of(problem.key_length, tile.keys));
   if (params.splits > 1) {
     const int64_t rows = params.splits * heads * problem.query_length;
     params.split_output = cursor.take<float>(rows * D);

@@ -34,6 +34,15 @@ inline ArrayStaging stage_arrays(const Problem& problem, int elements, int stage
   return staging;
 }
 
+// How many blocks share the work of one, so that few fill the GPU: each gets two of its `tiles` at
+// least.
+inline int splits_of(int64_t blocks, int64_t tiles) {
+  constexpr int64_t kFewBlocks = 128, kEnoughBlocks = 256;
+  if (blocks == 0 || blocks >= kFewBlocks) return 1;
+  return static_cast<int>(
+      std::max<int64_t>(std::min(tiles_of(kEnoughBlocks, blocks), tiles / 2), 1));
+}
+
 // Heads whose keys and values share the L2 cache: sections of them run together. Small enough for
 // half of the smallest cache in question, large enough to fill the GPU with few tiles a head.
 inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t size) {

@@ -89,6 +89,15 @@ struct BackwardParams {
 
   bool dead_rows = true;  // whether a row may see nothing
 
+  // Tiles of rows of a head, and how many of those of all its heads, one after the other, a block
+  // takes. Where there are several splits, they leave sums of their own to be added up:
+  // [splits, key heads in all batch units, S, D].
+  int64_t row_tiles = 1;
+  int64_t split_tiles = 1;
+  int splits = 1;
+  float* split_key = nullptr;
+  float* split_value = nullptr;
+
   // Sums of the query cotangent before it is scaled, in the order of accumulators: [heads in all
   // batches, strips of 16 rows, D / 8, 32 lanes, 4]. Absent where not wanted.
   float* query_sums = nullptr;

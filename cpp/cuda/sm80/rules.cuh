@@ -325,11 +325,11 @@ __device__ __forceinline__ void load_arrays(const Problem& problem, const HeadVi
   const int keys = static_cast<int>(problem.key_length) - first_key;
   const auto load = [&](auto element, uint32_t tile, const Tensor& tensor, int64_t offset) {
     using E = decltype(element);
+    const auto row_bytes = static_cast<uint32_t>(tensor.row) * kSize<E>;
     copy_tile<TileLayout<E, kKeys>, kRows, kThreads>(
-        tile,
-        static_cast<const typename E::Bits*>(tensor.data) + offset + first_row * tensor.row +
-            first_key,
-        tensor.row, keys, rows);
+        tile, {static_cast<const typename E::Bits*>(tensor.data) + offset + first_key +
+                   first_row * tensor.row,
+               row_bytes, keys, rows});
   };
   if (tiles.bias != 0 && problem.bias.dtype == DType::kF32) {
     load(F32(), tiles.bias, problem.bias, view.bias);

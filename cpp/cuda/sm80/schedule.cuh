@@ -1,4 +1,4 @@
-// From a block's index to its tile and head.
+// From a block's index to its tile, head and batch.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,25 @@ __device__ __forceinline__ Work work_of(const Schedule& schedule, uint32_t block
   const uint32_t tile = in_section / heads;
   return {schedule.last_first ? schedule.tiles - 1 - tile : tile,
           first_head + in_section - tile * heads};
+}
+
+// A backward block's key heads may be shared by batches: `unit` numbers those that do not share
+// them, and `repeat` those that do. The batch of both: its index is the unit's in the dims that are
+// kept, the repeat's in those that are summed.
+__device__ __forceinline__ int64_t batch_of(const BackwardParams& params, int64_t unit,
+                                            int64_t repeat) {
+  const Problem& problem = params.problem;
+  int64_t batch = 0, step = 1;
+  for (int dim = problem.batch_rank - 1; dim >= 0; --dim) {
+    const int64_t size = problem.batch_size[dim];
+    const bool summed = params.summed[dim];
+    const int64_t index = summed ? repeat : unit;
+    batch += index % size * step;
+    repeat = summed ? index / size : repeat;
+    unit = summed ? unit : index / size;
+    step *= size;
+  }
+  return batch;
 }
 
 }  // namespace jaxflash::cuda::sm80

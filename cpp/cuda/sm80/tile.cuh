@@ -99,91 +99,66 @@ struct RowsB {
   }
 };
 
-// B operands [k-step][16 columns] where the tile's rows are the rows of B (k down the tile); kPairs
-// of 16 columns from column0 on.
+// Which half of its rows and of its columns one of an operand's four words stands for.
+struct Quarter {
+  int row, column;
+};
+template <bool kOfA>
+__device__ __forceinline__ Quarter quarter_of(int word) {
+  return kOfA ? Quarter{word >> 1, word & 1} : Quarter{word & 1, word >> 1};
+}
+
+// Operands whose k runs down the tile, kStep rows a step: the tile's columns are the rows of A, or
+// the columns of B. kSixteens of 16 columns from column0 on.
 //
 // Floats: the k-step takes its eight rows in the order 0 2 4 6 1 3 5 7, as the operand A made from
-// accumulators (accumulator_a) and ColumnsA do.
-template <class Layout, int kPairs, bool = kIsFloat<typename Layout::T>>
-struct ColumnsB {
-  LaneAddress<Layout, kPairs> lane;
+// accumulators (accumulator_a) does.
+template <class Layout, int kSixteens, bool kOfA, bool = kIsFloat<typename Layout::T>>
+struct Columns {
+  LaneAddress<Layout, kSixteens> lane;
 
-  __device__ __forceinline__ ColumnsB(uint32_t tile, int column0)
-      : lane(tile, 0, column0 / 16, lane_id() & 15, lane_id() >> 4) {}
+  // A lane gives the address of a row of the matrix that becomes word lane / 8.
+  __device__ __forceinline__ Columns(uint32_t tile, int column0)
+      : lane(tile, 0, column0 / 16, (lane_id() & 7) + quarter_of<kOfA>(lane_id() >> 3).row * 8,
+             quarter_of<kOfA>(lane_id() >> 3).column) {}
 
-  // Rows kStep * step .., the 16 columns of `pair`.
-  __device__ __forceinline__ OperandB<typename Layout::T> load(int step, int pair) const {
-    OperandB<typename Layout::T> b;
-    ptx::ldmatrix_x4_transposed(b.word, lane.at(16 * step, pair));
-    return b;
+  __device__ __forceinline__ Operand<typename Layout::T, 4> load(int step, int sixteen) const {
+    Operand<typename Layout::T, 4> operand;
+    ptx::ldmatrix_x4_transposed(operand.word, lane.at(16 * step, sixteen));
+    return operand;
   }
 };
 
-// Where a lane reads floats down the tile: rows 2 * (lane % 4) and the next of each eight, columns
-// lane / 4 and + 8 of each 16.
-template <class Layout, int kPairs>
-struct FloatColumns {
-  LaneAddress<Layout, 2 * kPairs> lane;  // of even rows
+template <class Layout, int kSixteens, bool kOfA>
+struct Columns<Layout, kSixteens, kOfA, true> {
+  LaneAddress<Layout, 2 * kSixteens> lane;  // of even rows
 
-  __device__ __forceinline__ FloatColumns(uint32_t tile, int column0)
+  // A lane reads rows 2 * (lane % 4) and the next, columns lane / 4 and 8 on.
+  __device__ __forceinline__ Columns(uint32_t tile, int column0)
       : lane(tile, 0, column0 / 8, 2 * (lane_id() & 3), lane_id() >> 4) {
     lane.base += (lane_id() >> 2) % 4 * 4;  // within the chunk
   }
 
-  __device__ __forceinline__ uint32_t load(int step, int pair, bool next_row, bool eight_on) const {
-    const uint32_t at = lane.at(8 * step, 2 * pair + eight_on);
-    return ptx::load_shared(next_row ? (at ^ (Layout::mask(1) * 16)) + Layout::kRowBytes : at);
-  }
-};
-
-template <class Layout, int kPairs>
-struct ColumnsB<Layout, kPairs, true> {
-  FloatColumns<Layout, kPairs> lane;
-
-  __device__ __forceinline__ ColumnsB(uint32_t tile, int column0) : lane(tile, column0) {}
-
-  __device__ __forceinline__ OperandB<typename Layout::T> load(int step, int pair) const {
-    OperandB<typename Layout::T> b;
+  __device__ __forceinline__ Operand<typename Layout::T, 4> load(int step, int sixteen) const {
+    Operand<typename Layout::T, 4> operand;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b.word[i] = lane.load(step, pair, i & 1, i >> 1);
-    b.split();
-    return b;
-  }
-};
-
-// A operands [16][k-step] where the tile's columns are the rows of A (k down the tile); kStrips of
-// 16 columns from column0 on. Floats: the rows of a k-step in ColumnsB's order.
-template <class Layout, int kStrips, bool = kIsFloat<typename Layout::T>>
-struct ColumnsA {
-  LaneAddress<Layout, kStrips> lane;
-
-  __device__ __forceinline__ ColumnsA(uint32_t tile, int column0)
-      : lane(tile, 0, column0 / 16, (lane_id() & 7) + (lane_id() >> 4) * 8, (lane_id() >> 3) & 1) {}
-
-  // The 16 columns of `strip`, rows kStep * step ...
-  __device__ __forceinline__ OperandA<typename Layout::T> load(int strip, int step) const {
-    OperandA<typename Layout::T> a;
-    ptx::ldmatrix_x4_transposed(a.word, lane.at(16 * step, strip));
-    return a;
+    for (int i = 0; i < 4; ++i) {
+      const Quarter quarter = quarter_of<kOfA>(i);
+      const uint32_t even = lane.at(8 * step, 2 * sixteen + quarter.column);
+      const uint32_t odd = (even ^ (Layout::mask(1) * 16)) + Layout::kRowBytes;
+      operand.word[i] = ptx::load_shared(quarter.row != 0 ? odd : even);
+    }
+    operand.split();
+    return operand;
   }
 };
 
 template <class Layout, int kStrips>
-struct ColumnsA<Layout, kStrips, true> {
-  FloatColumns<Layout, kStrips> lane;
+using ColumnsA = Columns<Layout, kStrips, true>;
+template <class Layout, int kPairs>
+using ColumnsB = Columns<Layout, kPairs, false>;
 
-  __device__ __forceinline__ ColumnsA(uint32_t tile, int column0) : lane(tile, column0) {}
-
-  __device__ __forceinline__ OperandA<typename Layout::T> load(int strip, int step) const {
-    OperandA<typename Layout::T> a;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.word[i] = lane.load(step, strip, i >> 1, i & 1);
-    a.split();
-    return a;
-  }
-};
-
-// As RowsA, but floats with the elements of a k-step in ColumnsB's order.
+// As RowsA, but floats with the elements of a k-step in Columns' order.
 template <class Layout>
 struct RowsAPermuted {
   static constexpr bool kFloat = kIsFloat<typename Layout::T>;
@@ -219,7 +194,7 @@ struct RowsAPermuted {
 // 16-bit types: accumulator columns 2c, 2c + 1 of blocks 2 * step and 2 * step + 1 become elements
 // 2c, 2c + 1 and 2c + 8, 2c + 9 of the k-step, which the same thread holds: only packing is needed.
 // Floats: columns 2c and 2c + 1 of block `step` become elements c and c + 4, which permutes the
-// k-step as ColumnsB does.
+// k-step as Columns do.
 template <class T, int kBlocks>
 __device__ __forceinline__ OperandA<T> accumulator_a(const float (&d)[kBlocks][4], int step) {
   OperandA<T> a;
@@ -261,28 +236,36 @@ __device__ __forceinline__ uint4 gather_chunk(const typename T::Bits* from, int 
   return chunk;
 }
 
-// Starts to copy rows `from` .. to a tile in 16-byte pieces: `count` rows, which may be negative,
-// of `columns`; zeros past them. All of the block's kThreads take part. Done for the calling thread
-// once its cp.async groups are, for the others after a barrier.
+// The first of a tile's rows.
+struct TileRows {
+  const void* data;
+  uint32_t row_bytes;  // between rows
+  int columns;         // that exist
+  int count;           // rows that exist, which may be negative
+};
+
+// Starts to copy a tile in 16-byte pieces; zeros past the rows and columns that exist. All of the
+// block's kThreads take part. Done for the calling thread once its cp.async groups are, for the
+// others after a barrier.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::T::Bits* from,
-                                          int64_t stride, int columns, int count) {
+__device__ __forceinline__ void copy_tile(uint32_t tile, const TileRows& rows) {
   constexpr int kChunks = Layout::kChunks;
   constexpr int kCopies = (kRows * kChunks + kThreads - 1) / kThreads;
   constexpr int kPass = kThreads / kChunks;  // rows that one copy of every thread takes
+  const char* from = static_cast<const char*>(rows.data);
   if constexpr (kThreads % kChunks == 0 && (kPass % 8 == 0 || 8 % kPass == 0)) {
     // A thread stays in its column: addresses move on by constants, those of chunks by an XOR.
-    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const int column = chunk * Layout::kChunkElements;
-    const int left = column < columns ? count - row : 0;
+    const int thread = ptx::thread_index();
+    const int row = thread / kChunks, chunk = thread % kChunks;
+    const int left = chunk * Layout::kChunkElements < rows.columns ? rows.count - row : 0;
     const uint32_t to = tile + Layout::offset(row, chunk);
-    from += row * stride + column;
+    from += row * rows.row_bytes + chunk * 16;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
       if (kRows % kPass != 0 && row + i * kPass >= kRows) break;
       ptx::cp_async_16((to ^ (Layout::mask(i * kPass) * 16)) + i * kPass * Layout::kRowBytes, from,
                        i * kPass < left);
-      from += kPass * stride;
+      from += kPass * rows.row_bytes;
     }
   } else {
 #pragma unroll
@@ -290,39 +273,61 @@ __device__ __forceinline__ void copy_tile(uint32_t tile, const typename Layout::
       const int copy = threadIdx.x + i * kThreads;
       const int row = copy / kChunks, chunk = copy % kChunks;
       if (kRows * kChunks % kThreads != 0 && row >= kRows) break;
-      const int column = chunk * Layout::kChunkElements;
-      ptx::cp_async_16(tile + Layout::offset(row, chunk), from + row * stride + column,
-                       row < count && column < columns);
+      ptx::cp_async_16(tile + Layout::offset(row, chunk),
+                       from + uint64_t{rows.row_bytes} * row + chunk * 16,
+                       row < rows.count && chunk * Layout::kChunkElements < rows.columns);
     }
   }
 }
 
 // The same from anywhere, at once.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void gather_tile(uint32_t tile, const typename Layout::T::Bits* from,
-                                            int64_t stride, int columns, int count) {
+__device__ __forceinline__ void gather_tile(uint32_t tile, const Rows& rows, int64_t first,
+                                            int count) {
   constexpr int kChunks = Layout::kChunks;
+  const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
 #pragma unroll 1
-  for (int copy = threadIdx.x; copy < kRows * kChunks; copy += kThreads) {
+  for (int copy = ptx::thread_index(); copy < kRows * kChunks; copy += kThreads) {
     const int row = copy / kChunks, chunk = copy % kChunks;
     const int column = chunk * Layout::kChunkElements;
-    const int left = row < count ? columns - column : 0;
+    const int left = row < count ? rows.columns - column : 0;
     ptx::store_shared_4(tile + Layout::offset(row, chunk),
-                        gather_chunk<typename Layout::T>(from + row * stride + column, left));
+                        gather_chunk<typename Layout::T>(from + row * rows.stride + column, left));
   }
+}
+
+// Rows from `first` on for copy_tile, of those that allow it.
+template <class T>
+__device__ __forceinline__ TileRows tile_rows(const Rows& rows, uint32_t first, int count) {
+  const auto row_bytes = static_cast<uint32_t>(rows.stride) * kSize<T>;
+  return {static_cast<const char*>(rows.data) + uint64_t{first} * row_bytes, row_bytes,
+          rows.columns, count};
 }
 
 // Starts to copy rows [first, first + kRows) to a tile; zeros from row `end` on and past the
 // columns.
 template <class Layout, int kRows, int kThreads>
-__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int64_t first,
-                                          int64_t end) {
-  const auto* from = static_cast<const typename Layout::T::Bits*>(rows.data) + first * rows.stride;
-  const int count = static_cast<int>(min(end - first, int64_t{kRows}));
+__device__ __forceinline__ void load_tile(uint32_t tile, const Rows& rows, int first, int end) {
   if (rows.vectors) {
-    copy_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
+    copy_tile<Layout, kRows, kThreads>(tile,
+                                       tile_rows<typename Layout::T>(rows, first, end - first));
   } else {
-    gather_tile<Layout, kRows, kThreads>(tile, from, rows.stride, rows.columns, count);
+    gather_tile<Layout, kRows, kThreads>(tile, rows, first, end - first);
+  }
+}
+
+// Two tiles of the same rows of two arrays. One stretch of code: their addresses are computed side
+// by side.
+template <class Layout, int kRows, int kThreads>
+__device__ __forceinline__ void load_tiles(uint32_t tile, const Rows& rows, uint32_t other_tile,
+                                           const Rows& other, int first, int end) {
+  using T = typename Layout::T;
+  if (rows.vectors && other.vectors) {
+    copy_tile<Layout, kRows, kThreads>(tile, tile_rows<T>(rows, first, end - first));
+    copy_tile<Layout, kRows, kThreads>(other_tile, tile_rows<T>(other, first, end - first));
+  } else {
+    gather_tile<Layout, kRows, kThreads>(tile, rows, first, end - first);
+    gather_tile<Layout, kRows, kThreads>(other_tile, other, first, end - first);
   }
 }
 
