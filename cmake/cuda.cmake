@@ -62,6 +62,7 @@ message(STATUS "CUDA module: on (${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VE
 # Launchers and kernels: no Python, no XLA. The runtime is linked statically (CMake's default), so that the module
 # imports on machines without CUDA.
 include(cpp/cuda/sm80/kernels.cmake)
+include(cpp/cuda/sm90/kernels.cmake)
 jaxflash_sm80_kernels("${CMAKE_BINARY_DIR}/generated" kernel_sources)
 add_library(jaxflash_cuda STATIC cpp/cuda/common/build_facts.cu cpp/cuda/dispatch.cu ${kernel_sources})
 target_link_libraries(jaxflash_cuda PUBLIC jaxflash_options)
@@ -70,6 +71,17 @@ list(JOIN CMAKE_CUDA_ARCHITECTURES " " architectures)
 target_compile_definitions(jaxflash_cuda PRIVATE JAXFLASH_CUDA_ARCHITECTURES="${architectures}")
 # Register and spill counts of every kernel in the build log: tools/check_ptxas.py reads them.
 target_compile_options(jaxflash_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+
+# Hopper's own kernels, for its own architecture and no other.
+jaxflash_has_sm90("${CMAKE_CUDA_ARCHITECTURES}" has_sm90)
+jaxflash_sm90_kernels("${CMAKE_BINARY_DIR}/generated" ${has_sm90} sm90_sources)
+if(has_sm90)
+  add_library(jaxflash_cuda_sm90 OBJECT cpp/cuda/sm90/tensor_map.cu ${sm90_sources})
+  set_target_properties(jaxflash_cuda_sm90 PROPERTIES CUDA_ARCHITECTURES 90a-real)
+  target_link_libraries(jaxflash_cuda_sm90 PUBLIC jaxflash_options)
+  target_compile_options(jaxflash_cuda_sm90 PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+  target_sources(jaxflash_cuda PRIVATE $<TARGET_OBJECTS:jaxflash_cuda_sm90>)
+endif()
 
 add_library(jaxflash_cuda_handlers STATIC cpp/ffi/cuda_handlers.cc cpp/ffi/decode.cc)
 target_link_libraries(jaxflash_cuda_handlers PUBLIC jaxflash_cuda xla_ffi)

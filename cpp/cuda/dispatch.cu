@@ -5,6 +5,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/sm80/kernels.cuh"
+#include "cuda/sm90/kernels.cuh"
 
 namespace jaxflash::cuda {
 namespace {
@@ -23,6 +24,24 @@ constexpr Kernel kKernels[] = {
    sm80::launch_backward<sm80::T, D, sm80::Policy>},
 #include "cuda/sm80/kernels.inc"
 #undef JAXFLASH_KERNEL
+};
+
+struct HopperKernel {
+  DType dtype;
+  int dim;
+  int value_dim;
+  sm90::Reach reach;
+  Error (*forward)(sm90::ForwardParams, Cursor&, bool, Stream);
+};
+
+// Smaller ones first; the last entry ends the list, which may have no other.
+constexpr HopperKernel kHopperKernels[] = {
+#define JAXFLASH_KERNEL(T, D, V, REACH)       \
+  {sm90::T::kDType, D, V, sm90::Reach::REACH, \
+   sm90::launch_forward<sm90::T, D, V, sm90::Reach::REACH>},
+#include "cuda/sm90/kernels.inc"
+#undef JAXFLASH_KERNEL
+    {},
 };
 
 bool needs_everything(const Problem& problem) {
@@ -44,6 +63,41 @@ const Kernel* find_kernel(const Problem& problem) {
     if (better) best = &kernel;
   }
   return best;
+}
+
+// The Hopper kernel for a problem, as far as sizes and which operands there are tell; nullptr where
+// the portable one is to run: where more than ranges must be applied, or where rows are so few that
+// keys are dealt to several blocks.
+const HopperKernel* find_hopper_kernel(const Problem& problem) {
+  constexpr int64_t kLongest = 1 << 30;
+  const bool empty = problem.key_length == 0;
+  const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;
+  const int64_t tiles = problem.batches * problem.query_heads * tiles_of(problem.query_length, 128);
+  const bool split = tiles < 128 && problem.key_length >= 2048;
+  if (needs_everything(problem) || empty || huge || split) return nullptr;
+  const bool is_short = problem.key_length <= sm90::kShortKeys;
+  for (const HopperKernel& kernel : kHopperKernels) {
+    const bool fits = kernel.forward != nullptr && kernel.dtype == problem.query.dtype &&
+                      kernel.dim >= problem.head_dim && kernel.value_dim >= problem.value_dim;
+    if (fits && (is_short || kernel.reach == sm90::Reach::kLong)) return &kernel;
+  }
+  return nullptr;
+}
+
+// Whether the tensor memory accelerator can read the operands, and results take 16-byte stores.
+bool can_map(const Problem& problem, const ForwardResults& results) {
+  return sm90::can_map(problem.query, problem.head_dim) &&
+         sm90::can_map(problem.key, problem.head_dim) &&
+         sm90::can_map(problem.value, problem.value_dim) &&
+         sm90::can_map(results.output, problem.value_dim);
+}
+
+// Whether the current device runs code for compute_90a.
+bool is_hopper() {
+  int device = 0, major = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major == 9;
 }
 
 // A bias of float64 is none of theirs: whoever calls converts it.
@@ -73,6 +127,14 @@ sm80::ForwardParams forward_params(const Problem& problem, const ForwardResults&
                     allows_vectors(results.output, problem.value_dim, size)};
   params.precise = precision == Precision::kFloat;
   params.group = static_cast<int>(problem.query_heads / problem.key_heads);
+  return params;
+}
+
+sm90::ForwardParams hopper_params(const Problem& problem, const ForwardResults& results) {
+  sm90::ForwardParams params = {};
+  params.problem = problem;
+  params.output = results.output;
+  params.statistics = results.statistics;
   return params;
 }
 
@@ -156,9 +218,14 @@ size_t most_bytes(const Count& count) {
 size_t forward_workspace_bytes(const Problem& problem) {
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return 0;
-  return most_bytes([&](Cursor& cursor, int arch) {
+  const size_t portable = most_bytes([&](Cursor& cursor, int arch) {
     kernel->forward(forward_params(problem, {}, Precision::kFloat), cursor, false, arch, nullptr);
   });
+  const HopperKernel* const hopper = find_hopper_kernel(problem);
+  if (hopper == nullptr) return portable;
+  Cursor cursor({});
+  hopper->forward(hopper_params(problem, {}), cursor, false, nullptr);
+  return std::max(portable, cursor.used());
 }
 
 size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results) {
@@ -177,6 +244,10 @@ Error forward(const Problem& problem, const ForwardResults& results, Precision p
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);
+  const HopperKernel* const hopper = find_hopper_kernel(problem);
+  if (hopper != nullptr && is_hopper() && can_map(problem, results)) {
+    return hopper->forward(hopper_params(problem, results), cursor, true, stream);
+  }
   return kernel->forward(forward_params(problem, results, precision), cursor, true, 0, stream);
 }
 

@@ -562,6 +562,9 @@ std::vector<Case> cases() {
       {2, 150, 352, 2, 1, 64, 64},
       {1, 300, 208, 2, 2, 128, 128},
       {1, 70, 272, 2, 2, 200, 256},
+      // Several tiles of rows for each block of a persistent kernel, and many tiles of keys.
+      {70, 70, 90, 4, 4, 128, 128},
+      {1, 300, 1100, 4, 2, 128, 128},
   };
   std::vector<Case> all;
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {

@@ -76,6 +76,13 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, uint4 words) {
                : "memory");
 }
 
+// st.global.v4.b32, PTX ISA "Data Movement: st"; `to` is aligned to 16 bytes.
+__device__ __forceinline__ void store_global_4(void* to, uint4 words) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 // red.global.add.f32, PTX ISA "Parallel Synchronization: red"; one vector from sm_90 on. `to` is
 // aligned to 16 bytes.
 __device__ __forceinline__ void add_global_4(float* to, const float (&x)[4]) {

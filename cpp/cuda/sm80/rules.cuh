@@ -12,6 +12,7 @@
 #include "attention/philox.h"
 #include "attention/problem.h"
 #include "attention/visibility.h"
+#include "cuda/common/softmax.cuh"
 #include "cuda/ptx/arithmetic.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/params.h"
@@ -28,11 +29,6 @@ struct Ranges {
 struct Everything {
   static constexpr bool kEverything = true;
 };
-
-inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
-
-__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
 // One head of one batch. In shared memory, since it is read seldom and registers are short.
 struct HeadView {

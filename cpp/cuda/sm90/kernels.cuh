@@ -1,0 +1,18 @@
+// The Hopper kernels there are, as the dispatcher sees them; kernels.inc lists them.
+#pragma once
+
+#include "cuda/sm80/element.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/tensor_map.h"
+
+namespace jaxflash::cuda::sm90 {
+
+using sm80::BF16;
+using sm80::F16;
+
+#define JAXFLASH_KERNEL(T, D, V, REACH) \
+  extern template Error launch_forward<T, D, V, Reach::REACH>(ForwardParams, Cursor&, bool, Stream);
+#include "cuda/sm90/kernels.inc"
+#undef JAXFLASH_KERNEL
+
+}  // namespace jaxflash::cuda::sm90

@@ -1,0 +1,16 @@
+// Launches of the Hopper kernels.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/launch.h"
+#include "cuda/sm90/params.h"
+#include "cuda/sm90/tiles.h"
+
+namespace jaxflash::cuda::sm90 {
+
+// Launches the forward kernel. With `launch` false it only adds up the workspace that it would
+// take.
+template <class T, int D, int V, Reach kReach>
+Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream);
+
+}  // namespace jaxflash::cuda::sm90

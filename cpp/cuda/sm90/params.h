@@ -1,0 +1,36 @@
+// What the launchers hand to the Hopper kernels.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/problem.h"
+#include "cuda/sm80/params.h"
+
+namespace jaxflash::cuda::sm90 {
+
+using sm80::Schedule;
+
+// An operand [*B, rows, heads, columns] as the tensor memory accelerator reads it: four dims
+// (columns, heads, rows, batches), of which the last has as stride what all batch strides are
+// multiples of.
+struct TileMap {
+  CUtensorMap map;
+  int32_t batch[kMaxBatchDims];  // of a step along each batch dim, in the map's last dim
+};
+
+struct ForwardParams {
+  TileMap query;
+  TileMap key;
+  TileMap value;
+  Problem problem;
+  Tensor output;
+  Statistics statistics;
+  Schedule schedule;   // tiles: of the rows of a cluster
+  uint32_t group = 1;  // query heads a key head
+  // How many tiles were dealt out beside the first ones, 0 at first; nullptr: in a fixed order.
+  uint32_t* next_unit = nullptr;
+};
+
+}  // namespace jaxflash::cuda::sm90

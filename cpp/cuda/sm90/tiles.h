@@ -1,0 +1,40 @@
+// Tile sizes, as data. A multiprocessor has 227 KB of shared memory for a block and 65536
+// registers; a consumer thread gets 232 of them where there are two consumer warpgroups, 160 where
+// three.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxflash::cuda::sm90 {
+
+struct ForwardTile {
+  int warpgroups;  // of consumers, each with 64 rows
+  int keys;
+  int query_stages;
+  int stages;   // of key and value tiles
+  int cluster;  // blocks that share their keys and values
+
+  constexpr int rows() const { return 64 * warpgroups; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  // Of a thread; together no more than the kernel starts with, 168 or 128 for each thread.
+  constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
+  constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : 160; }
+};
+
+// How many keys a kernel is meant for.
+enum class Reach { kShort, kLong };
+inline constexpr int64_t kShortKeys = 1024;
+
+constexpr ForwardTile forward_tile(int dim, int value_dim, Reach reach) {
+  // Registers a thread: output value_dim / 2, logits keys / 2, probabilities keys / 4.
+  if (dim <= 64 && value_dim <= 64) return {3, 128, 2, 2, 1};
+  if (dim <= 128 && value_dim <= 128) {
+    // Few keys: tiles that divide them, and no rows of a neighbour to wait for.
+    return reach == Reach::kShort ? ForwardTile{2, 128, 1, 3, 1} : ForwardTile{2, 176, 1, 2, 2};
+  }
+  if (dim <= 192 && value_dim <= 128) return {2, 128, 1, 2, 2};
+  if (dim <= 192 && value_dim <= 192) return {2, 112, 1, 2, 2};
+  return {2, 80, 1, 2, 2};
+}
+
+}  // namespace jaxflash::cuda::sm90
