@@ -74,6 +74,9 @@ target_compile_options(jaxflash_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=
 
 # Hopper's own kernels, for its own architecture and no other.
 jaxflash_has_sm90("${CMAKE_CUDA_ARCHITECTURES}" has_sm90)
+if(NOT JAXFLASH_HOPPER)
+  set(has_sm90 OFF)
+endif()
 jaxflash_sm90_kernels("${CMAKE_BINARY_DIR}/generated" ${has_sm90} sm90_sources)
 if(has_sm90)
   add_library(jaxflash_cuda_sm90 OBJECT cpp/cuda/sm90/tensor_map.cu ${sm90_sources})
