@@ -124,8 +124,8 @@ __device__ __forceinline__ void prefetch_l2(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
-// threadIdx.x, read anew at each call: what is computed from it cannot be kept in registers from one
-// turn of a loop to the next. PTX ISA, special registers, %tid.
+// threadIdx.x, read anew at each call: what is computed from it cannot be kept in registers from
+// one turn of a loop to the next. PTX ISA, special registers, %tid.
 __device__ __forceinline__ int thread_index() {
   int index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
