@@ -128,6 +128,10 @@ class Transformer(eqx.Module):
         return jax.vmap(lambda token: self.logits(self.norm(token)))(x)
 
 
+# Weights are [out, in]; heads are part of their layers' output, or input.
+DEALT_AXES = {"query": 0, "key": 0, "value": 0, "output": 1, "gate": 0, "up": 0, "down": 1}
+
+
 def build_model(settings: ModelSettings) -> LanguageModel:
     """Splits the Equinox model into its parameters and a pure function of them, and batches it."""
 
@@ -143,7 +147,7 @@ def build_model(settings: ModelSettings) -> LanguageModel:
     def apply(params: Params, *inputs: jax.Array) -> jax.Array:
         return jax.vmap(eqx.combine(params, static))(*inputs)
 
-    return LanguageModel(init, apply, settings.dtype)
+    return LanguageModel(init, apply, settings.dtype, DEALT_AXES)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the model's writing (sample.txt) and checkpoints. `train_equinox.py` is the same
 Examples:
     python examples/train_transformer.py
     python examples/train_transformer.py --preset small --attention xla
+    python examples/train_transformer.py --data 2 --tensor 2
 """
 
 from functools import partial
@@ -98,6 +99,10 @@ class Transformer(nnx.Module):
         return self.logits(self.norm(x))
 
 
+# Weights are [width, heads, head width] or [width, hidden], and the other way round.
+DEALT_AXES = {"query": 1, "key": 1, "value": 1, "output": 0, "gate": 1, "up": 1, "down": 0}
+
+
 def build_model(settings: ModelSettings) -> LanguageModel:
     """Splits the Flax model into its parameters and a pure function of them."""
 
@@ -109,7 +114,7 @@ def build_model(settings: ModelSettings) -> LanguageModel:
     def apply(params: Params, *inputs: jax.Array) -> jax.Array:
         return nnx.merge(graph, params)(*inputs)
 
-    return LanguageModel(init, apply, settings.dtype)
+    return LanguageModel(init, apply, settings.dtype, DEALT_AXES)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ import numpy as np
 from jax import lax
 
 from jaxflash import _compat, _dropout
-from jaxflash._operands import Config, Operands, batch_shape, compute_dtype, reduce_to
+from jaxflash._operands import (
+    Config,
+    Operands,
+    batch_shape,
+    compute_dtype,
+    is_static,
+    reduce_to,
+)
 
 # Rows or columns of a block: enough to keep matrix units busy, few enough that a block of logits is
 # small beside the operands.
@@ -49,6 +56,14 @@ class BlockedAttention:
 
     config: Config
     operands: Operands
+
+    def __post_init__(self):
+        lengths = self.row_count, self.column_count
+        if not is_static(lengths):
+            raise NotImplementedError(
+                f'implementation="xla": expected lengths that are known, got {lengths}; of '
+                "symbolic sizes only those of batch axes are supported"
+            )
 
     # Sizes.
 

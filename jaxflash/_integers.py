@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxflash._operands import is_static
+
 _INT32 = np.iinfo(np.int32)
 _OFFSET_LIMIT = 2**30
 
@@ -22,8 +24,11 @@ def _namespace(array: Any) -> ModuleType:
 def clipped(array: Any, least: int, greatest: int) -> jax.Array:
     """Integers of any dtype clipped to [least, greatest], as int32.
 
-    Clipped in their own dtype, in which limits outside its range have no effect.
+    Clipped in their own dtype, in which limits outside its range have no effect; symbolic limits,
+    which have no number yet, in one that holds both.
     """
+    if not is_static((greatest,)):
+        return jnp.clip(jnp.asarray(array), least, jnp.asarray(greatest)).astype(jnp.int32)
     limits = jnp.iinfo(array.dtype)
     low, high = max(least, int(limits.min)), min(greatest, int(limits.max))
     return jnp.asarray(_namespace(array).clip(array, low, high).astype(np.int32))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 # Name -> axes after the batch axes. The order is the order of the primitives' operands and of the
 # native handlers' arguments.
@@ -95,6 +96,11 @@ def compute_dtype(dtype: Any) -> np.dtype:
 def batch_shape(query: Any) -> tuple[int, ...]:
     """The batch axes of a query `[*b, T, N, H]`, which always have the full size."""
     return tuple(query.shape[:-3])
+
+
+def is_static(shape: Sequence[Any]) -> bool:
+    """Whether all sizes are known: those of an exported program may be symbols."""
+    return not any(is_symbolic_dim(size) for size in shape)
 
 
 def cotangent_shape(

@@ -23,6 +23,7 @@ from jaxflash._operands import (
     batch_shape,
     compute_dtype,
     cotangent_shape,
+    is_static,
 )
 
 Attributes = dict[str, np.int64 | np.float64]
@@ -152,6 +153,8 @@ class Cpu(Platform):
         # A task sums over the batch axes that the cotangents of key and value don't have.
         summed = results.get("key") or results.get("value") or (query.shape, None)
         batches = summed[0][: len(batch_shape(query))]
+        if not is_static((*batches, key.shape[-3])):
+            return 1
         tasks = int(np.prod(batches, dtype=np.int64)) * key.shape[-2]
         enough = -(-_processors() // max(tasks, 1))
         tiles = -(-key.shape[-3] // self.module.facts["tile_keys"])
@@ -178,9 +181,11 @@ class Cuda(Platform):
     )
 
     def limitation(self, config: Config, operands: Mapping[str, Any], wanted: Wanted) -> str | None:
-        """Float64, and broadcast biases' gradients where these must be deterministic."""
+        """Float64, symbolic shapes, and broadcast biases' gradients that must be deterministic."""
         if operands["query"].dtype == np.float64:
             return "its native kernels do not compute in float64"
+        if not all(is_static(operand.shape) for operand in operands.values()):
+            return "its native kernels have workspaces whose size cannot be told of symbolic shapes"
         full = dict(wanted)
         if config.deterministic_gradients and "bias" in full:
             query, key = operands["query"], operands["key"]

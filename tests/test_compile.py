@@ -125,6 +125,50 @@ def test_b116_export_round_trip(implementation):
     assert ("jaxflash_forward" in exported.mlir_module()) == (implementation == "native")
 
 
+def squares(implementation):
+    """A gradient, and the types of its arguments with sizes `b`, `t` and `s`."""
+
+    def loss(query, key, lengths):
+        output = flash_attention(
+            query, key, key, is_causal=True, key_value_seq_lengths=lengths,
+            implementation=implementation,
+        )  # fmt: skip
+        return (output**2).sum()
+
+    def types(b, t, s):
+        arrays = (((b, t, 4, 8), "float32"), ((b, s, 2, 8), "float32"), ((b,), "int32"))
+        return [jax.ShapeDtypeStruct(*array) for array in arrays]
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1))), types
+
+
+SYMBOLIC = {"batch": ("b", 9, 11), "batch and lengths": ("b", "t", "s")}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_export_with_symbolic_sizes(implementation, name):
+    """One program for every batch size and, by the CPU kernels, every length."""
+    names = SYMBOLIC[name]
+    symbols = iter(jax.export.symbolic_shape(", ".join(n for n in names if isinstance(n, str))))
+    sizes = [next(symbols) if isinstance(n, str) else n for n in names]
+    run, types = squares(implementation)
+    export_it = functools.partial(export, run, *types(*sizes), platforms=["cpu"])
+    if implementation == "xla" and name != "batch":
+        with pytest.raises(NotImplementedError, match="lengths that are known, got"):
+            export_it()
+        return
+    exported = export_it()
+    for batch, t, s in ((3, 9, 11), (1, 9, 11), (2, 17, 5) if name != "batch" else (2, 9, 11)):
+        rng = np.random.default_rng(batch)
+        query, key, lengths = (np.zeros(x.shape, x.dtype) for x in types(batch, t, s))
+        query += rng.standard_normal(query.shape, np.float32)
+        key += rng.standard_normal(key.shape, np.float32)
+        lengths += rng.integers(1, s + 1, batch, np.int32)
+        got, want = exported.call(query, key, lengths), run(query, key, lengths)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:jaxflash.*:RuntimeWarning")
 def test_default_implementation_exports_for_several_platforms():
     """`implementation=None` lowers for each platform, gradient included; needs no GPU."""

@@ -1,7 +1,7 @@
 """What the training code needs to know of a model, whichever library it is written in."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -22,11 +22,14 @@ class LanguageModel:
         apply: (parameters, tokens, segment_ids, positions), the latter three int `[B, T]`, ->
             logits `[B, T, VOCABULARY]`. It computes in the parameters' dtype.
         dtype: of the computation.
+        dealt_axes: names of layers -> the axis of their weights that is dealt to several devices,
+            so that each has some heads or hidden channels.
     """
 
     init: Callable[[jax.Array], Params]
     apply: Callable[[Params, jax.Array, jax.Array, jax.Array], jax.Array]
     dtype: str
+    dealt_axes: Mapping[str, int] = field(compare=False)
 
     def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Predicts each next token from the earlier ones of its document.

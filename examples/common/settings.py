@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.devices import Devices
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -83,12 +85,14 @@ class Arguments:
     """The parsed command line: what determines the curve, and the rest.
 
     Attributes:
+        devices: what the run is dealt to.
         out: absolute folder of the run's results.
         resume: continue the run in `out`.
         prompt: the sample's beginning.
     """
 
     settings: Settings
+    devices: Devices
     out: Path
     resume: bool
     prompt: str
@@ -124,6 +128,15 @@ def parse_arguments(name: str, description: str | None) -> Arguments:
         "--seed", type=_number(int, 0), default=0, metavar="N",
         help="of parameters, data and sample (default: 0)",
     )  # fmt: skip
+    devices_group = parser.add_argument_group("several devices, which change no curve")
+    devices_group.add_argument(
+        "--data", type=_number(int, 1), default=1, metavar="N",
+        help="parts that rows are dealt in (default: 1)",
+    )  # fmt: skip
+    devices_group.add_argument(
+        "--tensor", type=_number(int, 1), default=1, metavar="N",
+        help="parts that heads and hidden channels are dealt in (default: 1)",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
         help=f"folder for the results (default: runs/{name}-PRESET-ATTENTION)",
@@ -150,8 +163,14 @@ def parse_arguments(name: str, description: str | None) -> Arguments:
         seed=options.seed,
         **overrides,
     )
+    if settings.batch % options.data:
+        parser.error(
+            f"argument --data: expected a divisor of the {settings.batch} rows a step, "
+            f"got {options.data}"
+        )
+    devices = Devices(options.data, options.tensor)
     out = options.out or Path("runs", f"{name}-{options.preset}-{options.attention}")
-    return Arguments(settings, out.resolve(), options.resume, options.prompt)
+    return Arguments(settings, devices, out.resolve(), options.resume, options.prompt)
 
 
 def _number(kind: type[int] | type[float], minimum: int) -> Callable[[str], int | float]:

@@ -24,6 +24,7 @@ from common.corpus import (
     validation_rows,
 )
 from common.curves import Metrics, plot
+from common.devices import Devices
 from common.generation import generate
 from common.model import LanguageModel, Params
 from common.settings import ModelSettings, Settings, parse_arguments
@@ -80,7 +81,6 @@ def mean_loss(model: LanguageModel, params: Params, rows: jax.Array) -> jax.Arra
     return jnp.mean(losses, where=targets != START)
 
 
-@partial(jax.jit, static_argnames=("model", "settings"), donate_argnames="state")
 def train_step(
     model: LanguageModel, settings: Settings, state: TrainState, rows: jax.Array
 ) -> tuple[TrainState, jax.Array]:
@@ -140,6 +140,7 @@ class Progress:
 def train(
     model: LanguageModel,
     settings: Settings,
+    devices: Devices,
     corpus: Corpus,
     checkpoints: Checkpoints,
     state: TrainState,
@@ -149,15 +150,20 @@ def train(
     batch, length, steps = settings.batch, settings.length, settings.steps
     count = max(1, VALIDATION_TOKENS // (batch * length))
     validation = validation_rows(corpus.validation, count * batch, length)
-    validation = jnp.asarray(validation.reshape(count, batch, length + 1))
+    validation = devices.place_rows(validation.reshape(count, batch, length + 1), axis=1)
     evaluation_interval = max(1, steps // EVALUATIONS)
 
+    # The new state lies where the old one does.
+    where = jax.tree.map(lambda array: array.sharding, state)
+    take_step = jax.jit(
+        partial(train_step, model, settings), donate_argnums=0, out_shardings=(where, None)
+    )
     progress = Progress(settings, metrics)
     running: deque[tuple[int, jax.Array]] = deque()  # steps that the device may still be busy with
     with progress.bar:
         for step in range(len(metrics.training.step), steps):
             rows = training_rows(corpus.training, settings.seed, step, batch, length)
-            state, loss = train_step(model, settings, state, rows)
+            state, loss = take_step(state, devices.place_rows(rows))
             running.append((step, loss))
             done = step + 1
             is_evaluated = done % evaluation_interval == 0 or done == steps
@@ -185,7 +191,8 @@ def run(
         build_model: makes the model; all else is the same whichever library it is written in.
     """
     arguments = parse_arguments(name, description)
-    settings, out = arguments.settings, arguments.out
+    settings, devices, out = arguments.settings, arguments.devices, arguments.out
+    devices.check()
     corpus = read_corpus()
     if settings.length >= len(corpus.validation):
         sys.exit(
@@ -195,7 +202,7 @@ def run(
     metrics = Metrics(settings.as_dict(), unigram_entropy(corpus.validation))
     model = build_model(settings.model)
     init_key, sample_key = jax.random.split(jax.random.key(settings.seed))
-    state = initialize(model, settings, init_key)
+    state = devices.place_state(model, initialize(model, settings, init_key))
     checkpoints = Checkpoints(out / "checkpoints")
     if arguments.resume:
         state, metrics = resume(checkpoints, state, metrics.settings)
@@ -206,9 +213,10 @@ def run(
         f"text: {len(corpus.training):,} bytes for training, {len(corpus.validation):,} bytes of "
         f"other files for validation, whose unigram entropy is {metrics.unigram_entropy:.3f} nats\n"
         f"model: {sum(param.size for param in jax.tree.leaves(state.params)):,} parameters, "
-        f"{model.dtype}, attention by {settings.model.attention}, on {jax.devices()[0].device_kind}"
+        f"{model.dtype}, attention by {settings.model.attention}, on {devices.mesh.size} x "
+        f"{jax.devices()[0].device_kind}"
     )
-    state = train(model, settings, corpus, checkpoints, state, metrics)
+    state = train(model, settings, devices, corpus, checkpoints, state, metrics)
     metrics.write(out / "metrics.json")
     plot({name: metrics}, out / "curves.png")
     sample = generate(model, state.params, arguments.prompt, settings.length, sample_key)
