@@ -578,6 +578,32 @@ def test_b94_checkpoint_names_save_the_forward_kernel(native, policy, forwards):
     assert text.count('custom_call_target="jaxflash_backward"') == 1
 
 
+def test_offloaded_output_in_a_scan_of_layers(implementation):
+    """The output waits in the host's memory for the backward pass; the forward runs once."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["flash_attention_lse"],
+        names_which_can_be_offloaded=["flash_attention_output"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    w, x = layer_inputs()
+    stacked = np.stack([w, 0.5 * w])
+
+    def gradient(policy):
+        step = jax.checkpoint(functools.partial(layer, implementation), policy=policy)
+
+        def loss(stacked):
+            return (jax.lax.scan(lambda x, w: (step(w, x), None), x, stacked)[0] ** 2).sum()
+
+        return jax.jit(jax.grad(loss))
+
+    offloaded = gradient(policy)
+    np.testing.assert_allclose(offloaded(stacked), gradient(None)(stacked), rtol=1e-5, atol=1e-5)
+    if implementation == "native":
+        text = offloaded.lower(stacked).compile().as_text()
+        assert text.count('custom_call_target="jaxflash_forward"') == 1
+
+
 def test_gradient_runs_each_kernel_once(native):
     w, x = layer_inputs()
     loss = jax.jit(jax.grad(lambda w: (layer(native, w, x) ** 2).sum()))
