@@ -24,11 +24,8 @@ foreach(isa IN LISTS JAXFLASH_INSTRUCTION_SETS)
   target_compile_definitions(jaxflash_cpu PUBLIC JAXFLASH_HAS_${isa_upper})
 endforeach()
 
-nanobind_add_module(_cpu STABLE_ABI NB_STATIC cpp/bindings/cpu.cc
-  cpp/ffi/cpu_handlers.cc cpp/ffi/decode.cc)
+jaxflash_python_module(_cpu cpp/bindings/cpu.cc cpp/ffi/cpu_handlers.cc cpp/ffi/decode.cc)
 target_link_libraries(_cpu PRIVATE jaxflash_cpu xla_ffi)
-target_compile_definitions(_cpu PRIVATE JAXFLASH_VERSION="${JAXFLASH_VERSION}")
-install(TARGETS _cpu LIBRARY DESTINATION jaxflash)
 
 if(JAXFLASH_NATIVE_TESTS)
   find_package(Threads REQUIRED)

@@ -89,10 +89,8 @@ endif()
 add_library(jaxflash_cuda_handlers STATIC cpp/ffi/cuda_handlers.cc cpp/ffi/decode.cc)
 target_link_libraries(jaxflash_cuda_handlers PUBLIC jaxflash_cuda xla_ffi)
 
-nanobind_add_module(_cuda STABLE_ABI NB_STATIC cpp/bindings/cuda.cc)
+jaxflash_python_module(_cuda cpp/bindings/cuda.cc)
 target_link_libraries(_cuda PRIVATE jaxflash_cuda_handlers)
-target_compile_definitions(_cuda PRIVATE JAXFLASH_VERSION="${JAXFLASH_VERSION}")
-install(TARGETS _cuda LIBRARY DESTINATION jaxflash)
 
 if(JAXFLASH_NATIVE_TESTS)
   add_executable(cuda_test tests/native/cuda_test.cu)
