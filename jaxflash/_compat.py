@@ -5,15 +5,16 @@ Everything here must be tried on every supported JAX version.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import custom_partitioning, dispatch, sharding_impls
-from jax.extend.core import Primitive
+from jax._src import custom_partitioning, sharding_impls
 from jax.interpreters import ad
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 
 def varying_axes(*arrays: Any) -> frozenset:
@@ -82,23 +83,59 @@ def zero_cotangent(aval: Any) -> ad.Zero:
     return ad.Zero(aval.to_ct_aval())
 
 
-def lowers_to_custom_partitioning(primitive: Primitive) -> None:
-    """Has programs with `primitive` lowered for the devices that they will run on."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
 def is_manual(context: Any) -> bool:
-    """Whether a program is lowered inside `shard_map`, where shardings are the user's own."""
+    """Whether a program is lowered inside `shard_map`, over all axes of the mesh or some."""
     axes = context.module_context.axis_context
     return isinstance(axes, sharding_impls.SPMDAxisContext) and bool(axes.manual_axes)
 
 
+def is_export(context: Any) -> bool:
+    """Whether a program is lowered to be exported: it can hold no callbacks."""
+    return context.module_context.lowering_parameters.for_export
+
+
+def mesh_of(context: Any) -> AbstractMesh:
+    """The mesh of an operation that is being lowered; empty where there is none.
+
+    From the types of its operands, which have it even where the program as a whole has several, or
+    none that it could name.
+    """
+    meshes = [aval.sharding.mesh for aval in context.avals_in]
+    axes = context.module_context.axis_context
+    meshes += [axes.abstract_mesh] if getattr(axes, "abstract_mesh", None) is not None else []
+    for mesh in meshes:
+        if not mesh.empty and mesh.size == axes.num_devices:
+            return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    return AbstractMesh((), ())
+
+
+def with_device_numbers(context: Any) -> Any:
+    """A context of lowering whose devices are numbers.
+
+    `custom_partitioning` asks for the program's devices, and has only their number to learn. To
+    tell JAX that a primitive needs devices would allow programs with one mesh only.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    if not isinstance(axes, sharding_impls.ShardingContext):
+        return context
+    numbers = tuple(range(axes.num_devices))
+    axes = sharding_impls.ShardingContext(axes.num_devices, numbers, None)
+    return context.replace(module_context=module.replace(axis_context=axes))
+
+
+_NAMING = threading.Lock()
+
+# What callbacks depend on beside their call.
+_FLAGS = ("jax_enable_x64", "jax_use_shardy_partitioner")
+
+
 def name_partitioning(context: Any, value: Any, name: str) -> None:
-    """Gives the `custom_partitioning` that computes `value` the key `name`, if it is one.
+    """Gives the `custom_partitioning` that computes `value` the key `name`.
 
     JAX's own key is an address, different in every process, so that none finds in the persistent
-    compilation cache what another has put there. `name` has to say all that the call depends on
-    beside the devices: calls of the same name on the same mesh share one set of callbacks.
+    compilation cache what another has put there. `name` has to say all that the call depends on:
+    calls of the same name share one set of callbacks. On one device there is no such operation.
     """
     operation = getattr(value, "owner", None)
     if operation is None or operation.name != "stablehlo.custom_call":
@@ -110,34 +147,44 @@ def name_partitioning(context: Any, value: Any, name: str) -> None:
         return
     callbacks = custom_partitioning._sharding_callbacks
     old = attributes["backend_config"]
-    callback = callbacks[old.value.encode()]
-    devices = [device.id for device in callback.mesh.devices.flat]
-    name = f"{name} {callback.mesh} {devices} {context.module_context.platforms}"
-    callback = callbacks.setdefault(name.encode(), callback)
-    context.module_context.add_keepalive(callback)
+    flags = {flag: jax.config._read(flag) for flag in _FLAGS}
+    name = f"{name} {flags} {context.module_context.platforms}"
+    with _NAMING:  # entries vanish with the last program that has them
+        callback = callbacks.setdefault(name.encode(), callbacks[old.value.encode()])
+        context.module_context.add_keepalive(callback)
     attributes["backend_config"] = type(old).get(name, old.context)
 
 
-def spec_on_mesh(sharding: Sharding | None, mesh: Mesh, rank: int) -> list[tuple[str, ...]]:
+def spec_on_mesh(sharding: Sharding | None, mesh: AbstractMesh, rank: int) -> list[tuple[str, ...]]:
     """The axes of `mesh` that each dimension is sharded over.
 
-    None for a sharding that its axes don't make, such as one over a part of an axis, or that is not
-    known yet.
+    No axes at all for a sharding that is not known yet, or that the mesh's axes don't make, such as
+    one over a part of an axis.
     """
     if sharding is None:
         return [()] * rank
     try:
         hlo_sharding = sharding._to_xla_hlo_sharding(rank)
         spec = sharding_impls.parse_flatten_op_sharding(hlo_sharding, mesh)[0]
-    except (ValueError, NotImplementedError, StopIteration):
+    except Exception:  # of many kinds, by what it stumbles over
         return [()] * rank
     axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
     return axes + [()] * (rank - len(axes))
 
 
-def without_mesh() -> Any:
-    """A context in which no mesh is set: types of arrays are those of one device."""
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+def tracing_on_one_device() -> Callable[[], AbstractContextManager]:
+    """Of what a device computes, as of now: x64 mode as it is here, and no mesh in sight.
+
+    The compiler asks for it later, from any thread, whose settings are other ones.
+    """
+    x64 = bool(jax.config._read("jax_enable_x64"))
+
+    @contextmanager
+    def context():
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.enable_x64(x64):
+            yield
+
+    return context
 
 
 def replicated() -> Sharding:

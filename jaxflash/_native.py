@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from jaxflash import _compat, _partition
 from jaxflash._batch import MergedBatch
-from jaxflash._modules import unavailable_reason
+from jaxflash._modules import Module, unavailable_reason
 from jaxflash._operands import (
     BACKWARD_OPERANDS,
     Config,
@@ -30,7 +30,6 @@ from jaxflash._operands import (
     reduce_to,
 )
 from jaxflash._platforms import BACKWARD, FORWARD, PLATFORMS, Call, Platform
-from jaxflash._version import __version__
 
 
 @functools.cache
@@ -49,10 +48,9 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
     """
     lower_xla = mlir.lower_fun(xla, multiple_results=True)
     lower_native = {
-        name: _lowering(primitive, functools.partial(native, platform), name)
+        name: _lowering(primitive, functools.partial(native, platform), platform.module)
         for name, platform in PLATFORMS.items()
     }
-    _compat.lowers_to_custom_partitioning(primitive)
 
     def lower(platform: str | None, context, *operands, **params):
         name = platform or ", ".join(context.platforms or context.module_context.platforms)
@@ -74,16 +72,20 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
         mlir.register_lowering(primitive, functools.partial(lower, name), platform=name)
 
 
-def _lowering(primitive: Primitive, native: Callable, platform: str) -> Callable:
+def _lowering(primitive: Primitive, native: Callable, module: Module) -> Callable:
     """How a primitive lowers to the native kernels of a platform, on one device or on many."""
     lower_plainly = mlir.lower_fun(native, multiple_results=True)
 
     def lower(context, *operands, **params):
-        if _compat.is_manual(context):
+        if _compat.is_manual(context) or _compat.is_export(context):
             return lower_plainly(context, *operands, **params)
-        run = functools.partial(_partition.partitioned, native)
-        values = mlir.lower_fun(run, multiple_results=True)(context, *operands, **params)
-        name = f"jaxflash {__version__} {platform} {primitive} {params} {context.avals_in}"
+        mesh = _compat.mesh_of(context)
+        run = functools.partial(_partition.partitioned, native, mesh)
+        lower_partitioned = mlir.lower_fun(run, multiple_results=True)
+        context = _compat.with_device_numbers(context)
+        values = lower_partitioned(context, *operands, **params)
+        # All that the call depends on, as the compilation cache sees nothing else of it.
+        name = f"{module.name} {module.facts} {primitive} {params} {context.avals_in} {mesh}"
         _compat.name_partitioning(context, values[0], name)
         return values
 

@@ -7,14 +7,15 @@ head dims). JAX's `custom_partitioning` asks twice: for a rule by which sharding
 call before they are settled, and, when they are, for the computation of one device.
 
 Batch axes of size 1 in an operand are broadcast, and stay whole on each device. What one device
-computes of a cotangent that is summed over an axis that is dealt is its share, and is added up.
+computes of a cotangent that is summed over an axis that is dealt is its share, and is added up, in
+the cotangent's dtype as XLA adds any array of that dtype.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxflash import _compat
 from jaxflash._operands import (
@@ -43,18 +44,16 @@ class Layout:
     """What the dimensions of the operands and results of a primitive stand for.
 
     Attributes:
-      operands: the axes of each operand after the batch axes, as in `FORWARD_OPERANDS`.
+      operands: the letters of each operand's dimensions after the batch, as in `FORWARD_OPERANDS`.
       results: those of each result.
       batch: the sizes of the batch axes.
-      heads: how many query heads there are.
-      key_heads: how many key/value heads there are.
+      sizes: the full sizes of the letters N, K, T and S.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     batch: tuple[int, ...]
-    heads: int
-    key_heads: int
+    sizes: Mapping[str, int]
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], config: Config, wanted: Wanted | None) -> Layout:
@@ -64,11 +63,12 @@ class Layout:
         if wanted is not None:
             operands += BACKWARD_OPERANDS.values()
             results = [COTANGENTS[name] for name, _ in wanted]
-        query = shapes[config.operands.index("query")]
-        key = shapes[config.operands.index("key")]
-        return cls(tuple(operands), tuple(results), tuple(query[:-3]), query[-2], key[-2])
+        *batch, rows, heads, _ = shapes[config.operands.index("query")]
+        *_, columns, key_heads, _ = shapes[config.operands.index("key")]
+        sizes = {"N": heads, "K": key_heads, "T": rows, "S": columns}
+        return cls(tuple(operands), tuple(results), tuple(batch), sizes)
 
-    def dimensions(self, axes: str, shape: Sequence[int]) -> list[str]:
+    def dimensions(self, letters: str, shape: Sequence[int]) -> list[str]:
         """What the dimensions of an array stand for; "" where it is broadcast.
 
         Batch axes are "0", "1", ...; key heads are "N" where every query head has its own.
@@ -77,34 +77,42 @@ class Layout:
             str(axis) if size == full else ""
             for axis, (size, full) in enumerate(zip(shape, self.batch, strict=False))
         ]
-        one_each = self.heads == self.key_heads
+        one_each = self.sizes["N"] == self.sizes["K"]
         rest = [
-            "" if axis == "N" and size != self.heads else "N" if one_each and axis == "K" else axis
-            for axis, size in zip(axes, shape[len(self.batch) :], strict=True)
+            ""
+            if size != self.sizes.get(letter, size)
+            else "N"
+            if one_each and letter == "K"
+            else letter
+            for letter, size in zip(letters, shape[len(self.batch) :], strict=True)
         ]
         return batch + rest
 
 
 def _rule(layout: Layout, shapes: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Any:
-    """How shardings spread from operand to operand and result, for Shardy."""
-    fresh = 0
+    """How shardings spread from operand to operand and result, for Shardy.
+
+    Heads of queries and of keys are factors apart unless they are the same: a factor of both could
+    be split over a part of a mesh axis, which is not dealt here.
+    """
+    broadcast = 0
     whole: dict[str, None] = {}  # factors that are not dealt, in the order in which they come
 
     def factor(dimension: str) -> str:
-        nonlocal fresh
+        nonlocal broadcast
         if not dimension:
-            fresh += 1
-            return f"broadcast{fresh}"
+            broadcast += 1
+            return f"broadcast{broadcast}"
         if dimension.isdigit():
             return f"batch{dimension}"
         if dimension not in "NK":
             whole[dimension] = None
         return dimension
 
-    def mappings(all_axes: Sequence[str], all_shapes: Sequence[Sequence[int]]) -> tuple:
+    def mappings(all_letters: Sequence[str], all_shapes: Sequence[Sequence[int]]) -> tuple:
         return tuple(
-            ArrayMapping(*(factor(dimension) for dimension in layout.dimensions(axes, shape)))
-            for axes, shape in zip(all_axes, all_shapes, strict=True)
+            ArrayMapping(*(factor(dimension) for dimension in layout.dimensions(letters, shape)))
+            for letters, shape in zip(all_letters, all_shapes, strict=True)
         )
 
     operand_mappings = mappings(layout.operands, shapes)
@@ -116,142 +124,163 @@ def _rule(layout: Layout, shapes: Sequence[Sequence[int]], results: Sequence[Seq
 class Plan:
     """Which mesh axes deal out which dimension ("0", "1", ... of the batch, and "N")."""
 
-    mesh: Mesh
+    mesh: AbstractMesh
     layout: Layout
-    axes: dict[str, MeshAxes]
+    dealt: Mapping[str, MeshAxes]
 
     @classmethod
-    def of(cls, mesh: Mesh, layout: Layout, arrays: Sequence[Any]) -> Plan:
-        """As the first operand has it that is dealt along a dimension; the query is the first."""
-        plan = cls(mesh, layout, {})
-        for axes, array in zip(layout.operands, arrays, strict=True):
+    def of(cls, mesh: AbstractMesh, layout: Layout, arrays: Sequence[Any]) -> Plan:
+        """Deals each dimension as the first operand that is sharded along it, query first."""
+        dealt: dict[str, MeshAxes] = {}
+        for letters, array in zip(layout.operands, arrays, strict=True):
             spec = _compat.spec_on_mesh(array.sharding, mesh, len(array.shape))
-            for dimension, dealt in zip(layout.dimensions(axes, array.shape), spec, strict=True):
-                plan.add("N" if dimension == "K" else dimension, dealt)
-        return plan
-
-    def add(self, dimension: str, dealt: MeshAxes) -> None:
-        """Takes over how a dimension is dealt, if it may be and is not yet."""
-        used = {axis for axes in self.axes.values() for axis in axes}
-        if not dealt or dimension in self.axes or used.intersection(dealt):
-            return
-        parts = self.parts(dealt)
-        if dimension.isdigit():
-            fits = self.layout.batch[int(dimension)] % parts == 0
-        else:
-            key_heads = self.layout.key_heads
-            fits = dimension == "N" and self.layout.heads % parts == 0
-            fits = fits and (key_heads % parts == 0 or parts % key_heads == 0)
-        if fits:
-            self.axes[dimension] = dealt
-
-    def parts(self, axes: MeshAxes) -> int:
-        """How many parts mesh axes make."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+            dimensions = layout.dimensions(letters, array.shape)
+            for dimension, axes in zip(dimensions, spec, strict=True):
+                dimension = "N" if dimension == "K" else dimension
+                used = {axis for others in dealt.values() for axis in others}
+                axes = _fitting(mesh, layout, dimension, axes)
+                if axes and dimension not in dealt and not used.intersection(axes):
+                    dealt[dimension] = axes
+        return cls(mesh, layout, dealt)
 
     @property
-    def heads(self) -> MeshAxes:
+    def head_axes(self) -> MeshAxes:
         """The mesh axes that query heads are dealt to."""
-        return self.axes.get("N", ())
+        return self.dealt.get("N", ())
 
     @property
     def shares_key_heads(self) -> bool:
         """Whether several devices have query heads of one key head: all get all key heads."""
-        return self.layout.key_heads % self.parts(self.heads) != 0
+        return self.layout.sizes["K"] % _parts(self.mesh, self.head_axes) != 0
 
-    def sharding(self, axes: str, shape: Sequence[int]) -> NamedSharding:
+    def sharding(self, letters: str, shape: Sequence[int]) -> NamedSharding:
         """How an array is dealt."""
         spec = []
-        for dimension in self.layout.dimensions(axes, shape):
+        for dimension in self.layout.dimensions(letters, shape):
             if dimension == "K":
                 dimension = "" if self.shares_key_heads else "N"
-            spec.append(self.axes.get(dimension) or None)
+            spec.append(self.dealt.get(dimension) or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def shardings(
-        self, all_axes: Sequence[str], arrays: Sequence[Any]
-    ) -> tuple[NamedSharding, ...]:
+    def shardings(self, all_letters: Sequence[str], arrays: Sequence[Any]) -> tuple:
         """How several are."""
-        pairs = zip(all_axes, arrays, strict=True)
-        return tuple(self.sharding(axes, array.shape) for axes, array in pairs)
+        pairs = zip(all_letters, arrays, strict=True)
+        return tuple(self.sharding(letters, array.shape) for letters, array in pairs)
 
-    def shares(self, axes: str, shape: Sequence[int]) -> MeshAxes:
+    def shares(self, letters: str, shape: Sequence[int]) -> MeshAxes:
         """The mesh axes whose devices compute shares of one result, to be added up."""
-        there = self.layout.dimensions(axes, shape)
+        there = self.layout.dimensions(letters, shape)
         if "K" in there and not self.shares_key_heads:
             there.append("N")
         return tuple(
             axis
-            for dimension, dealt in self.axes.items()
+            for dimension, axes in self.dealt.items()
             if dimension not in there
-            for axis in dealt
+            for axis in axes
         )
 
     def key_head(self) -> jax.Array:
         """On a device: which key head its query heads share."""
-        heads = self.layout.heads // self.parts(self.heads)
-        return lax.axis_index(self.heads) * heads // (self.layout.heads // self.layout.key_heads)
+        heads, key_heads = self.layout.sizes["N"], self.layout.sizes["K"]
+        here = heads // _parts(self.mesh, self.head_axes)
+        return lax.axis_index(self.head_axes) * here // (heads // key_heads)
+
+
+def _parts(mesh: AbstractMesh, axes: MeshAxes) -> int:
+    """How many parts mesh axes make."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _fitting(mesh: AbstractMesh, layout: Layout, dimension: str, axes: MeshAxes) -> MeshAxes:
+    """As many of the mesh axes, from the first on, as may deal a dimension out."""
+    if not (dimension.isdigit() or dimension == "N"):
+        return ()
+    size = layout.batch[int(dimension)] if dimension.isdigit() else layout.sizes["N"]
+    while axes:
+        parts = _parts(mesh, axes)
+        # A device's heads have key heads of their own, or all of them the same one.
+        key_heads = layout.sizes["K"] if dimension == "N" else parts
+        if size % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0):
+            return axes
+        axes = axes[:-1]
+    return ()
 
 
 def _local_call(function: Callable, plan: Plan, results: Sequence[Any], *operands: jax.Array):
     """What one device computes: `function` of its parts of the operands."""
     layout = plan.layout
-    if plan.shares_key_heads:
-        operands = tuple(
-            lax.dynamic_slice_in_dim(operand, plan.key_head(), 1, -2) if "K" in axes else operand
-            for axes, operand in zip(layout.operands, operands, strict=True)
-        )
-    outputs = []
-    for axes, whole, output in zip(layout.results, results, function(*operands), strict=True):
-        if plan.shares_key_heads and "K" in axes:
-            all_heads = (*output.shape[:-2], layout.key_heads, output.shape[-1])
-            output = lax.dynamic_update_slice_in_dim(
-                jnp.zeros(all_heads, output.dtype), output, plan.key_head(), -2
+    if not plan.shares_key_heads:
+        outputs = function(*operands)
+    else:
+        key_head = plan.key_head()
+        outputs = function(
+            *(
+                lax.dynamic_slice_in_dim(operand, key_head, 1, -2) if "K" in letters else operand
+                for letters, operand in zip(layout.operands, operands, strict=True)
             )
-        shares = plan.shares(axes, whole.shape)
-        outputs.append(lax.psum(output, shares) if shares else output)
-    return outputs
+        )
+        outputs = [
+            _among_heads(output, key_head, layout.sizes["K"]) if "K" in letters else output
+            for letters, output in zip(layout.results, outputs, strict=True)
+        ]
+    shares = (
+        plan.shares(letters, result.shape)
+        for letters, result in zip(layout.results, results, strict=True)
+    )
+    return [
+        lax.psum(output, axes) if axes else output
+        for output, axes in zip(outputs, shares, strict=True)
+    ]
+
+
+def _among_heads(of_one: jax.Array, key_head: jax.Array, key_heads: int) -> jax.Array:
+    """One key head's array among zeros of the others, `[..., 1, H]` to `[..., K, H]`."""
+    zeros = jnp.zeros((*of_one.shape[:-2], key_heads, of_one.shape[-1]), of_one.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, of_one, key_head, -2)
 
 
 def partitioned(
-    function: Callable, *operands: jax.Array, config: Config, wanted: Wanted | None = None
+    function: Callable,
+    mesh: AbstractMesh,
+    *operands: jax.Array,
+    config: Config,
+    wanted: Wanted | None = None,
 ) -> Sequence[jax.Array]:
     """Calls `function`, each device of a mesh with its part of the operands.
 
     Args:
       function: computes the results of a primitive on operands of any batch size and heads.
+      mesh: of the operands; empty where they have none, and each device gets everything.
       operands: those of the primitive.
       config: what is static.
       wanted: what a backward pass shall compute; None for a forward pass.
     """
     params = {"config": config} if wanted is None else {"config": config, "wanted": wanted}
     function = functools.partial(function, **params)
-    shapes = [operand.shape for operand in operands]
-    layout = Layout.of(shapes, config, wanted)
+    layout = Layout.of([operand.shape for operand in operands], config, wanted)
+    on_one_device = _compat.tracing_on_one_device()
 
-    def of_one(run: Callable) -> Callable:
-        # The compiler may ask within the context of a mesh with explicit axes.
-        def traced(*local):
-            with _compat.without_mesh():
-                return run(*local)
-
-        return traced
-
-    def result_shardings(mesh: Mesh, arrays: Sequence[Any], results: Sequence[Any]) -> tuple:
-        if mesh.empty:  # shardings without a mesh: everything is everywhere
+    def result_shardings(_: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple:
+        if mesh.empty:
             return (_compat.replicated(),) * len(results)
         return Plan.of(mesh, layout, arrays).shardings(layout.results, results)
 
-    def partition(mesh: Mesh, arrays: Sequence[Any], results: Sequence[Any]):
-        to = result_shardings(mesh, arrays, results)
-        if mesh.empty:
-            return mesh, of_one(function), to, (_compat.replicated(),) * len(arrays)
+    def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]):
         plan = Plan.of(mesh, layout, arrays)
-        run = functools.partial(_local_call, function, plan, results)
-        return mesh, of_one(run), to, plan.shardings(layout.operands, arrays)
+        run = function if mesh.empty else functools.partial(_local_call, function, plan, results)
 
-    def rule(mesh, operand_types, result_types):
-        del mesh
+        def traced(*local: jax.Array) -> Sequence[jax.Array]:
+            with on_one_device():
+                return run(*local)
+
+        if mesh.empty:
+            to, from_ = ((_compat.replicated(),) * len(many) for many in (results, arrays))
+        else:
+            to = plan.shardings(layout.results, results)
+            from_ = plan.shardings(layout.operands, arrays)
+        return mesh, traced, to, from_
+
+    def rule(_: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
         return _rule(layout, [t.shape for t in operand_types], [t.shape for t in result_types])
 
     call = custom_partitioning(lambda *operands: tuple(function(*operands)))

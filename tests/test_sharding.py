@@ -14,6 +14,7 @@ import sys
 import textwrap
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -217,18 +218,20 @@ def test_b101_vmap_in_a_sharded_program(native):
         assert "all-gather" not in attend.lower(y).compile().as_text()
 
 
-def test_a_part_of_a_mesh_axis(implementation):
-    """Eight columns a head, sharded eight ways: two devices a head, which no spec can say."""
-    mesh = make_mesh((8, 1))
+@pytest.mark.parametrize(("sizes", "heads"), [((8, 1), 4), ((4, 2), 6), ((2, 4), 6)])
+def test_a_part_of_a_mesh_axis(implementation, sizes, heads):
+    """Columns of a projection sharded so that heads are over a part of an axis: no spec says it."""
+    mesh = make_mesh(sizes)
     rng = np.random.default_rng(1)
-    x, w = normal(rng, (4, 9, 32)), normal(rng, (32, 32))
+    x, w = normal(rng, (4, 9, 32)), normal(rng, (32, 8 * heads))
 
     @jax.jit
     def attend(x, w):
-        q = (x @ w).reshape(4, 9, 4, 8)
+        q = (x @ w).reshape(4, 9, heads, 8)
         return flash_attention(q, q, q, implementation=implementation)
 
-    spread = jax.device_put(w, NamedSharding(mesh, P(None, "data")))
+    axis = max(mesh.shape, key=mesh.shape.get)
+    spread = jax.device_put(w, NamedSharding(mesh, P(None, axis)))
     np.testing.assert_allclose(
         attend(jax.device_put(x, NamedSharding(mesh, P())), spread),
         attend(x, w),
@@ -299,6 +302,9 @@ def test_without_shardy(implementation):
             return (flash_attention(q, q, q, implementation=sys.argv[1]) ** 2).sum()
 
         run = jax.jit(jax.grad(loss))
+        jax.config.update("jax_use_shardy_partitioner", True)
+        with_shardy = run.lower(y)  # its callbacks are of no use without
+        jax.config.update("jax_use_shardy_partitioner", False)
         np.testing.assert_allclose(run(y), run(x), rtol=1e-5, atol=1e-5)
         print("all-gather" in run.lower(y).compile().as_text())
     """
@@ -410,6 +416,69 @@ def test_calls_with_one_name_share_their_callbacks(native):
     second = jax.jit(lambda x: layers(x) + 1).lower(y)
     del first  # whose callbacks the second's calls have found
     np.testing.assert_allclose(second.compile()(y), layers(x) + 1, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_are_on_no_mesh(implementation, axis_type):
+    """NumPy arrays in the context of a mesh, as in the first step of many programs."""
+    call = make_call(Shape(B=2, N=2), is_causal=True)
+    with jax.set_mesh(make_mesh((2, 2), axis_type)):
+        got = runner(call, implementation)(call.arrays, call.cotangents)
+    compare(jax.tree.map(np.asarray, got), call)
+
+
+def test_a_constraint_alone_deals_a_call(native):
+    """The mesh is known from the query's type where no argument has one."""
+    mesh = make_mesh((4, 2))
+    x = normal(np.random.default_rng(0), (4, 9, 4, 8))
+
+    @jax.jit
+    def attend(x):
+        q = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None, "model")))
+        return flash_attention(q, q, q, implementation=native)
+
+    with jax.set_mesh(mesh):
+        program = attend.lower(x).compile().as_text()
+        got = attend(x)
+    assert kernel_sizes(program, "jaxflash_forward") == [x.size // 8]
+    np.testing.assert_allclose(got, flash_attention(x, x, x), rtol=1e-5, atol=1e-6)
+
+
+def test_two_meshes_in_a_program(implementation):
+    x = normal(np.random.default_rng(0), (4, 9, 4, 8))
+    meshes = make_mesh((4, 2)), make_mesh((2, 4))
+    one, other = (
+        jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for mesh in meshes
+    )
+    attend = jax.jit(functools.partial(flash_attention, implementation=implementation))
+    np.testing.assert_allclose(attend(one, other, other), attend(x, x, x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_caller_s_float64_is_the_compiler_s(native):
+    """The compiler asks what a device computes in threads that know no `enable_x64`."""
+    mesh = make_mesh((4, 2))
+    x = normal(np.random.default_rng(0), (4, 9, 4, 8), np.float64)
+    run = jax.jit(jax.grad(lambda q: (flash_attention(q, q, q, implementation=native) ** 2).sum()))
+    with jax.enable_x64(True):
+        y = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+        program, expected = run.lower(y), run(x)
+        got = program.compile()(y)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_export_of_a_sharded_function(implementation):
+    """An exported program can hold no callbacks: it gathers, and is right."""
+    mesh = make_mesh((4, 2))
+    x = normal(np.random.default_rng(0), (4, 9, 4, 8))
+    y = jax.device_put(x, NamedSharding(mesh, P("data", None, "model")))
+    run = jax.jit(lambda q: flash_attention(q, q, q, implementation=implementation))
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"jaxflash_{direction}")
+        for direction in ("forward", "backward")
+    ]
+    exported = jax.export.export(run, platforms=["cpu"], disabled_checks=checks)(y)
+    np.testing.assert_allclose(exported.call(y), run(x), rtol=1e-5, atol=1e-6)
 
 
 def test_unsharded_arrays_on_a_mesh(implementation):
