@@ -372,8 +372,7 @@ struct BackwardConsumer {
   const BackwardParams& params;
   typename B::Shared& shared;
   int warpgroup;
-  Ring<B::kStages> rows;
-  Ring<2> gradients;  // those of the item before, or at first zeros
+  uint32_t count = 0;  // items done; stages and parities follow from it
 
   // Read anew each time: registers are short.
   __device__ __forceinline__ int thread() const { return ptx::thread_index() & 127; }
@@ -385,10 +384,14 @@ struct BackwardConsumer {
     return first_key() + 16 * warp() + lane() / 4;
   }
 
-  __device__ __forceinline__ const uint8_t* query() const { return shared.query[rows.stage()]; }
-  __device__ __forceinline__ const uint8_t* cotangent() const {
-    return shared.cotangent[rows.stage()];
-  }
+  __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
+  __device__ __forceinline__ uint32_t rows_parity() const { return count / B::kStages & 1; }
+  // Of gradients of the item before (at first, of zeros), and of the current one.
+  __device__ __forceinline__ Ring<2> last_gradients() const { return {count % 4}; }
+  __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + 1) % 4}; }
+
+  __device__ __forceinline__ const uint8_t* query() const { return shared.query[stage()]; }
+  __device__ __forceinline__ const uint8_t* cotangent() const { return shared.cotangent[stage()]; }
 
   // Every warp arrives: others might not even have seen the tile come.
   __device__ __forceinline__ void release(uint64_t& barrier) const {
@@ -400,19 +403,17 @@ struct BackwardConsumer {
     if (lane() == 0) arrive(barrier);
   }
   __device__ __forceinline__ void wait_for_rows() const {
-    wait(shared.rows_landed[rows.stage()], rows.parity());
-    wait(shared.rows_ready[rows.stage()], rows.parity());
+    wait(shared.rows_landed[stage()], rows_parity());
+    wait(shared.rows_ready[stage()], rows_parity());
   }
-  __device__ __forceinline__ void release_rows() {
-    release_all_lanes(shared.rows_empty[rows.stage()]);
-    rows.advance();
+  __device__ __forceinline__ void release_rows() const {
+    release_all_lanes(shared.rows_empty[stage()]);
   }
   __device__ __forceinline__ void wait_for_gradients() const {
-    wait(shared.gradients_full[gradients.stage()], gradients.parity());
+    wait(shared.gradients_full[last_gradients().stage()], last_gradients().parity());
   }
-  __device__ __forceinline__ void release_gradients() {
-    release(shared.gradients_empty[gradients.stage()]);
-    gradients.advance();
+  __device__ __forceinline__ void release_gradients() const {
+    release(shared.gradients_empty[last_gradients().stage()]);
   }
 
   // Starts d = keys rows^T, for this warpgroup's keys of a tile. Both operands have their k-steps
@@ -454,7 +455,7 @@ struct BackwardConsumer {
   // are 2048 bytes apart.
   __device__ __forceinline__ void start_piece(int i, Piece& q) const {
     const uint64_t a =
-        ptx::matrix_descriptor(shared_address(shared.gradients[gradients.stage()]) +
+        ptx::matrix_descriptor(shared_address(shared.gradients[last_gradients().stage()]) +
                                    piece_rows(i) * B::kKeyPanelBytes,
                                B::kKeyPanelBytes);
     const uint64_t b = ptx::matrix_descriptor(
@@ -507,7 +508,7 @@ struct BackwardConsumer {
     const BackwardPlan& plan = shared.plan;
     const float unit = plan.scale * sm80::kLog2E;
     const uint32_t terms =
-        shared_address(shared.terms[rows.stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
+        shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
       const uint4 two = ptx::load_shared_4(terms + 8 * j * sizeof(RowTerms));
@@ -539,7 +540,7 @@ struct BackwardConsumer {
   template <class POf>
   __device__ __forceinline__ void make_gradients(const POf& p_of, Logits& g) const {
     const uint32_t deltas =
-        shared_address(shared.delta[rows.stage()]) + 2 * (lane() & 3) * sizeof(float);
+        shared_address(shared.delta[stage()]) + 2 * (lane() & 3) * sizeof(float);
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
       const uint2 two = ptx::load_shared_2(deltas + 8 * j * sizeof(float));
@@ -556,9 +557,17 @@ struct BackwardConsumer {
   // From elements 4j .. 4j + 3 of accumulators, columns 8j .. of rows lane / 4 (+ 8), to what the
   // product wants of its operand a of 16 columns: the same elements, of one row and two columns a
   // word.
+  template <class To = T>
   static __device__ __forceinline__ void pack(const Logits& x, Operand& a) {
 #pragma unroll
-    for (int i = 0; i < kLogits / 2; ++i) a[i] = sm80::pack(T(), x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < kLogits / 2; ++i) a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
+  }
+  // From f16, words of elements 4j .. to these.
+  static __device__ __forceinline__ void unpack(uint32_t first, uint32_t second, float (&x)[4]) {
+    x[0] = sm80::float_of(F16(), first & 0xffff);
+    x[1] = sm80::float_of(F16(), first >> 16);
+    x[2] = sm80::float_of(F16(), second & 0xffff);
+    x[3] = sm80::float_of(F16(), second >> 16);
   }
 
   // An operand, as [key][row] in shared memory, for products of all warpgroups. Words 4k .. 4k + 3
@@ -578,22 +587,17 @@ struct BackwardConsumer {
     ptx::fence_proxy_async();
     release_all_lanes(shared.gradients_full[to.stage()]);
   }
-  __device__ __forceinline__ void store_gradients(const Operand& a) const {
-    Ring<2> next = gradients;
-    next.advance();
-    store_gradients(a, next);
-  }
   // What the product before the first item's is of.
   __device__ __forceinline__ void store_no_gradients() const {
     Operand zeros;
 #pragma unroll
     for (int i = 0; i < kLogits / 2; ++i) zeros[i] = 0;
-    store_gradients(zeros, gradients);
+    store_gradients(zeros, last_gradients());
   }
 
   // The query sums of the last item, before `end`.
   __device__ __forceinline__ void finish_pieces(const Item& end) {
-    gradients.position = uniform(gradients.position);
+    count = uniform(count);
     wait_for_gradients();
 #pragma unroll
     for (int i = 0; i < B::kPieces; ++i) {
@@ -655,10 +659,9 @@ struct BackwardConsumer {
     Item item = plan.first();
 #pragma unroll 1
     for (; item.head < plan.heads; item = plan.after(item)) {
-      // Descriptors are made of them, and belong in uniform registers.
-      rows.position = uniform(rows.position);
-      gradients.position = uniform(gradients.position);
+      count = uniform(count);  // descriptors are made of it, and belong in uniform registers
       step(item);
+      ++count;
     }
     finish_pieces(item);
   }
@@ -668,11 +671,13 @@ struct BackwardConsumer {
 template <class T, int D>
 struct KeyOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
+  // Whether probabilities wait for gradients as f16, for which see SumOwner: registers.
+  static constexpr bool kPacks = C::kLogits > 32;
   typename C::Sum key_sum, value_sum;
 
   __device__ __forceinline__ void step(const Item& item) {
     typename C::Logits p, g;
-    typename C::Operand p_operand, g_operand;
+    typename C::Operand p_operand, g_operand, packed;
     typename C::Piece q;
     this->wait_for_rows();
     ptx::wgmma_fence();
@@ -682,6 +687,7 @@ struct KeyOwner : BackwardConsumer<T, D> {
     ptx::pin_registers(p);
     this->make_probabilities(item, p);
     C::pack(p, p_operand);
+    if (kPacks) C::template pack<F16>(p, packed);
 
     ptx::wgmma_fence();
     this->add_rows(p_operand, this->cotangent(), value_sum);
@@ -689,12 +695,13 @@ struct KeyOwner : BackwardConsumer<T, D> {
     ptx::pin_registers(g);
     this->make_gradients(
         [&](int j, float (&of)[4]) {
+          if constexpr (kPacks) return C::unpack(packed[2 * j], packed[2 * j + 1], of);
 #pragma unroll
           for (int i = 0; i < 4; ++i) of[i] = p[4 * j + i];
         },
         g);
     C::pack(g, g_operand);
-    this->store_gradients(g_operand);
+    this->store_gradients(g_operand, this->next_gradients());
 
     ptx::wgmma_fence();
     this->add_rows(g_operand, this->query(), key_sum);
@@ -729,12 +736,12 @@ struct SumOwner : BackwardConsumer<T, D> {
   typename C::Sum sum;
 
   // Probabilities, from thread to thread, as f16: they are 1 at most, and better kept than in
-  // bf16. Elements 4j .. of all threads lie side by side.
+  // bf16. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
     return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
   }
-  __device__ __forceinline__ void pass(const typename C::Logits& p, int parity) const {
-    wait(this->shared.passed_empty, parity ^ 1);
+  __device__ __forceinline__ void pass(const typename C::Logits& p) const {
+    wait(this->shared.passed_empty, (this->count & 1) ^ 1);
 #pragma unroll
     for (int j = 0; j < C::kLogits / 4; ++j) {
       ptx::store_shared_2(passed(j), {ptx::pack_f16(p[4 * j], p[4 * j + 1]),
@@ -742,21 +749,18 @@ struct SumOwner : BackwardConsumer<T, D> {
     }
     this->release_all_lanes(this->shared.passed_full);
   }
-  __device__ __forceinline__ void take_gradients(typename C::Logits& g, int parity) const {
-    wait(this->shared.passed_full, parity);
+  __device__ __forceinline__ void take_gradients(typename C::Logits& g) const {
+    wait(this->shared.passed_full, this->count & 1);
     this->make_gradients(
         [&](int j, float (&p)[4]) {
           const uint2 words = ptx::load_shared_2(passed(j));
-          p[0] = sm80::float_of(F16(), words.x & 0xffff);
-          p[1] = sm80::float_of(F16(), words.x >> 16);
-          p[2] = sm80::float_of(F16(), words.y & 0xffff);
-          p[3] = sm80::float_of(F16(), words.y >> 16);
+          C::unpack(words.x, words.y, p);
         },
         g);
     this->release_all_lanes(this->shared.passed_empty);
   }
 
-  __device__ __forceinline__ void step(const Item& item, int parity) {
+  __device__ __forceinline__ void step(const Item& item) {
     typename C::Operand operand;
     typename C::Piece first, second;
     this->wait_for_rows();
@@ -769,7 +773,7 @@ struct SumOwner : BackwardConsumer<T, D> {
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
       this->make_probabilities(item, p);
-      pass(p, parity);
+      pass(p);
       C::pack(p, operand);
     } else {
       typename C::Logits g;
@@ -777,9 +781,9 @@ struct SumOwner : BackwardConsumer<T, D> {
       this->start_piece(0, first);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(g);
-      take_gradients(g, parity);
+      take_gradients(g);
       C::pack(g, operand);
-      this->store_gradients(operand);
+      this->store_gradients(operand, this->next_gradients());
     }
     ptx::wgmma_fence();
     this->add_rows(operand, kOfValues ? this->cotangent() : this->query(), sum);
@@ -801,11 +805,7 @@ struct SumOwner : BackwardConsumer<T, D> {
     C::clear(sum);
     wait(this->shared.keys_landed, 0);
     if (!kOfValues) this->store_no_gradients();
-    int parity = 0;
-    this->for_each_item([&](const Item& item) {
-      step(item, parity);
-      parity ^= 1;
-    });
+    this->for_each_item([&](const Item& item) { step(item); });
     kOfValues ? this->store_value(sum) : this->store_key(sum);
   }
 };
