@@ -364,6 +364,7 @@ struct BackwardConsumer {
   using SumProduct = ptx::Wgmma<B::kType, D>;           // of 64 keys
   using PieceProduct = ptx::Wgmma<B::kType, 64>;        // of 64 rows
   static constexpr int kLogits = B::kRows / 2;          // a thread
+  static constexpr int kParts = B::kRows / 64;
   using Logits = float[kLogits];
   using Operand = uint32_t[kLogits / 2];
   using Sum = float[D / 2];
@@ -431,11 +432,15 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Starts sum += operand rows. k-steps of 16 rows are 2048 bytes apart.
+  // Starts sum += operand rows, for 64 rows or all. k-steps of 16 rows are 2048 bytes apart.
   __device__ __forceinline__ void add_rows(const Operand& a, const void* of_rows, Sum& sum) const {
+    add_rows(a, of_rows, 0, B::kRows, sum);
+  }
+  __device__ __forceinline__ void add_rows(const Operand& a, const void* of_rows, int begin,
+                                           int end, Sum& sum) const {
     const uint64_t b = ptx::matrix_descriptor(shared_address(of_rows), B::kRowPanelBytes);
 #pragma unroll
-    for (int step = 0; step < B::kRows / 16; ++step) {
+    for (int step = begin / 16; step < end / 16; ++step) {
       SumProduct::of_registers(sum, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
                                b + (step * 16 * 128 >> 4));
     }
@@ -502,15 +507,15 @@ struct BackwardConsumer {
     }
   }
 
-  // From products to probabilities. A thread has rows 8j + 2 * (lane % 4) and the next, of two keys
-  // each.
-  __device__ __forceinline__ void make_probabilities(const Item& item, Logits& s) const {
+  // From products to probabilities, of 64 rows. A thread has rows 8j + 2 * (lane % 4) and the next,
+  // of two keys each.
+  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) const {
     const BackwardPlan& plan = shared.plan;
     const float unit = plan.scale * sm80::kLog2E;
     const uint32_t terms =
         shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
 #pragma unroll
-    for (int j = 0; j < kLogits / 4; ++j) {
+    for (int j = 8 * part; j < 8 * part + 8; ++j) {
       const uint4 two = ptx::load_shared_4(terms + 8 * j * sizeof(RowTerms));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -519,17 +524,19 @@ struct BackwardConsumer {
         s[4 * j + i] = ptx::ex2(fmaf(s[4 * j + i] + reference, unit, rest));
       }
     }
-    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) hide_outside(item, s);
+    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) {
+      hide_outside(item, part, s);
+    }
   }
 
   // Zeros where a row does not see a key.
-  __device__ __forceinline__ void hide_outside(const Item& item, Logits& s) const {
+  __device__ __forceinline__ void hide_outside(const Item& item, int part, Logits& s) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRows seen = shared.key_rows[thread_key() + 8 * half];
       const int row = item.tile * B::kRows + 2 * (lane() & 3) - seen.first;
 #pragma unroll
-      for (int i = 0; i < kLogits / 2; ++i) {
+      for (int i = 16 * part; i < 16 * part + 16; ++i) {
         const uint32_t at = row + 8 * (i / 2) + i % 2;
         if (at >= static_cast<uint32_t>(seen.count)) s[4 * (i / 2) + 2 * half + i % 2] = 0.f;
       }
@@ -557,10 +564,16 @@ struct BackwardConsumer {
   // From elements 4j .. 4j + 3 of accumulators, columns 8j .. of rows lane / 4 (+ 8), to what the
   // product wants of its operand a of 16 columns: the same elements, of one row and two columns a
   // word.
-  template <class To = T>
   static __device__ __forceinline__ void pack(const Logits& x, Operand& a) {
 #pragma unroll
-    for (int i = 0; i < kLogits / 2; ++i) a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
+    for (int part = 0; part < kParts; ++part) pack<T>(x, part, a);
+  }
+  template <class To>
+  static __device__ __forceinline__ void pack(const Logits& x, int part, Operand& a) {
+#pragma unroll
+    for (int i = 16 * part; i < 16 * part + 16; ++i) {
+      a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
+    }
   }
   // From f16, words of elements 4j .. to these.
   static __device__ __forceinline__ void unpack(uint32_t first, uint32_t second, float (&x)[4]) {
@@ -672,7 +685,7 @@ template <class T, int D>
 struct KeyOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   // Whether probabilities wait for gradients as f16, for which see SumOwner: registers.
-  static constexpr bool kPacks = C::kLogits > 32;
+  static constexpr bool kPacks = C::kParts > 1;
   typename C::Sum key_sum, value_sum;
 
   __device__ __forceinline__ void step(const Item& item) {
@@ -685,13 +698,15 @@ struct KeyOwner : BackwardConsumer<T, D> {
     this->multiply_rows(this->shared.value, this->cotangent(), g);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(p);
-    this->make_probabilities(item, p);
-    C::pack(p, p_operand);
-    if (kPacks) C::template pack<F16>(p, packed);
-
-    ptx::wgmma_fence();
-    this->add_rows(p_operand, this->cotangent(), value_sum);
-    ptx::wgmma_wait<1>();
+#pragma unroll
+    for (int part = 0; part < C::kParts; ++part) {
+      this->make_probabilities(item, part, p);
+      C::template pack<T>(p, part, p_operand);
+      if (kPacks) C::template pack<F16>(p, part, packed);
+      ptx::wgmma_fence();
+      this->add_rows(p_operand, this->cotangent(), 64 * part, 64 * part + 64, value_sum);
+    }
+    ptx::wgmma_wait<C::kParts>();
     ptx::pin_registers(g);
     this->make_gradients(
         [&](int j, float (&of)[4]) {
@@ -772,7 +787,7 @@ struct SumOwner : BackwardConsumer<T, D> {
       this->start_piece(0, first);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
-      this->make_probabilities(item, p);
+      this->make_probabilities(item, 0, p);
       pass(p);
       C::pack(p, operand);
     } else {
