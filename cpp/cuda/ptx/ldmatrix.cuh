@@ -1,6 +1,6 @@
-// Loads and stores of 8x8 matrices of 16-bit elements in shared memory, PTX ISA section "Warp-level matrix
-// load instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8, 16 bytes
-// long; a thread gets elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
+// Loads and stores of 8x8 matrices of 16-bit elements in shared memory, PTX ISA section "Warp-level
+// matrix load instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes long; a thread gets elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
 #pragma once
 
 #include <cstdint>

@@ -30,13 +30,13 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t to, const void* map,
 }
 
 // cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32, PTX ISA section "Data Movement and
-// Conversion Instructions: cp.reduce.async.bulk": adds `bytes` of floats at `from` to those at `to`.
-// Both are aligned to 16 bytes. The thread's own groups count them: see bulk_wait.
+// Conversion Instructions: cp.reduce.async.bulk": adds `bytes` of floats at `from` to those at
+// `to`. Both are aligned to 16 bytes. The thread's own groups count them: see bulk_wait.
 __device__ __forceinline__ void bulk_add(float* to, uint32_t from, uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   to),
-               "r"(from), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
 }
 
 // cp.async.bulk.commit_group: the thread's bulk operations so far are a group.

@@ -78,8 +78,8 @@ struct Item {
 struct BackwardPlan {
   Extent extent;
   int first_key;
-  int keys;        // of the tile, that exist
-  int begin, end;  // tiles of rows that see any of the keys
+  int keys;                    // of the tile, that exist
+  int begin, end;              // tiles of rows that see any of the keys
   int whole_begin, whole_end;  // those of them whose existing rows see all keys
   int heads;                   // of queries; 0 where no row sees any of the keys
   int query_length;
@@ -99,6 +99,11 @@ struct BackwardPlan {
   }
 };
 
+// Probabilities are kept times 2^kShift, exactly: as f16, small ones would lose digits. Sums of
+// them make good for it, and gradients: d = p (g * 2^-kShift - delta * 2^-kShift).
+inline constexpr int kShift = 12;
+inline constexpr float kUnshift = 1.f / (1 << kShift);
+
 // What probabilities take of a row's statistics: 2^((s + reference) * scale * log2(e) + rest).
 struct RowTerms {
   float reference, rest;
@@ -117,7 +122,7 @@ struct Backward {
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
   static constexpr bool kOwnsKeys = kTile.owns_keys(), kBulk = kTile.bulk;
-  static constexpr int kWarps = 4 * BackwardTile::kWarpgroups;  // of consumers
+  static constexpr int kWarps = 4 * BackwardTile::kWarpgroups;            // of consumers
   static constexpr int kGradientWarps = kOwnsKeys ? kWarps : kWarps / 2;  // that make d
   // Tiles are panels of 64 columns, rows of 128 bytes each, permuted within 1024 bytes. Those of d
   // have keys as rows and rows as columns.
@@ -157,7 +162,7 @@ struct Backward {
     uint8_t gradients[2][kGradientBytes];
     uint8_t moved[kMovedBytes];  // strips of query sums, or p on its way
     RowTerms terms[kStages][kRows];
-    float delta[kStages][kRows];
+    float delta[kStages][kRows];  // times 2^-kShift
     KeyRows key_rows[kKeys];
     uint64_t keys_landed;
     uint64_t rows_landed[kStages], rows_ready[kStages], rows_empty[kStages];
@@ -312,7 +317,7 @@ struct BackwardReader {
     const bool normal = fabsf(scale) >= FLT_MIN;  // else 1 / scale may be infinite
     const float reference = normal ? -x.logit_max / scale : 0.f;
     const float rounding = fmaf(reference, scale, x.logit_max);
-    return {reference, -(x.log_sum + rounding) * sm80::kLog2E};
+    return {reference, kShift - (x.log_sum + rounding) * sm80::kLog2E};
   }
 
   __device__ __forceinline__ void run() const {
@@ -335,7 +340,7 @@ struct BackwardReader {
         const int row = 32 * i + lane();
         shared.terms[stage][row] = terms_of(x[i]);
         const bool dead = x[i].logit_max == sm80::minus_infinity();
-        shared.delta[stage][row] = dead ? 0.f : x[i].delta;
+        shared.delta[stage][row] = dead ? 0.f : x[i].delta * kUnshift;
         uint32_t cleared =
             __ballot_sync(0xffffffffu, dead && first_row + row < params.problem.query_length);
         if (cleared != 0 && !landed) {
@@ -473,8 +478,9 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Adds a piece to the sums of the item before `next`, if there is one. A warp's strip of them, 16 rows and 8 blocks of 8 columns, is
-  // contiguous there, in the order of accumulators: elements 4j .. 4j + 3 of lane l at 128 j + 4 l.
+  // Adds a piece to the sums of the item before `next`, if there is one. A warp's strip of them, 16
+  // rows and 8 blocks of 8 columns, is contiguous there, in the order of accumulators: elements 4j
+  // .. 4j + 3 of lane l at 128 j + 4 l.
   __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
     const Item item = shared.plan.before(next);
     const int strip = item.tile * (B::kRows / 16) + piece_rows(i) * 4 + warp();
@@ -556,7 +562,7 @@ struct BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float delta = __uint_as_float(i % 2 == 0 ? two.x : two.y);
-        g[4 * j + i] = p[i] * (g[4 * j + i] - delta);
+        g[4 * j + i] = p[i] * fmaf(g[4 * j + i], kUnshift, -delta);
       }
     }
   }
@@ -647,8 +653,8 @@ struct BackwardConsumer {
         for (int i = 0; i < 4; ++i) {
           const float* const x = &sum[16 * j + 4 * i + 2 * half];
           // Padding stays 0 whatever the scale.
-          words[i] = sm80::pack(T(), x[0] == 0.f ? 0.f : x[0] * scale,
-                                x[1] == 0.f ? 0.f : x[1] * scale);
+          words[i] =
+              sm80::pack(T(), x[0] == 0.f ? 0.f : x[0] * scale, x[1] == 0.f ? 0.f : x[1] * scale);
         }
         const uint4 neighbours = transpose_quad(words);
         if (key < params.problem.key_length && 32 * j + 8 * quad_lane < columns) {
@@ -662,7 +668,8 @@ struct BackwardConsumer {
           params.problem.head_dim);
   }
   __device__ __forceinline__ void store_value(const Sum& sum) const {
-    store(sum, 1.f, params.value_cotangent, shared.plan.value_cotangent, params.problem.value_dim);
+    store(sum, kUnshift, params.value_cotangent, shared.plan.value_cotangent,
+          params.problem.value_dim);
   }
 
   // Calls `step` with each item, then adds what is left.
@@ -750,8 +757,8 @@ struct SumOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum sum;
 
-  // Probabilities, from thread to thread, as f16: they are 1 at most, and better kept than in
-  // bf16. Elements 4j .. 4j + 3 of all threads lie side by side.
+  // Probabilities, from thread to thread, as f16, which keeps more digits than bf16. Elements 4j ..
+  // 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
     return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
   }

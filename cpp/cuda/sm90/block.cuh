@@ -13,8 +13,7 @@ struct Place {
   int head, batch;
 };
 
-__device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& index,
-                                          int head) {
+__device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& index, int head) {
   int batch = 0;
 #pragma unroll
   for (int dim = 0; dim < kMaxBatchDims; ++dim) {
