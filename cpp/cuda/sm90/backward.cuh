@@ -135,7 +135,9 @@ struct Backward {
   // warpgroup.
   static constexpr int kPieces = kRows / 64 * kPanels / BackwardTile::kWarpgroups;  // of each
   static constexpr int kStripBytes = 16 * 64 * 4;                                   // of a warp
-  static constexpr int kMovedBytes = kBulk ? kWarps * kStripBytes : kRows * kKeys * 2;
+  static constexpr int kMovedBytes = kBulk       ? kWarps * kStripBytes
+                                     : kOwnsKeys ? 16
+                                                 : kRows * kKeys * 2;
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
   static_assert(kTile.keys == 64 || kTile.keys == 128);
@@ -717,9 +719,12 @@ struct KeyOwner : BackwardConsumer<T, D> {
     ptx::pin_registers(g);
     this->make_gradients(
         [&](int j, float (&of)[4]) {
-          if constexpr (kPacks) return C::unpack(packed[2 * j], packed[2 * j + 1], of);
+          if constexpr (kPacks) {
+            C::unpack(packed[2 * j], packed[2 * j + 1], of);
+          } else {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) of[i] = p[4 * j + i];
+            for (int i = 0; i < 4; ++i) of[i] = p[4 * j + i];
+          }
         },
         g);
     C::pack(g, g_operand);
