@@ -371,7 +371,9 @@ struct BackwardConsumer {
   using SumProduct = ptx::Wgmma<B::kType, D>;           // of 64 keys
   using PieceProduct = ptx::Wgmma<B::kType, 64>;        // of 64 rows
   static constexpr int kLogits = B::kRows / 2;          // a thread
-  static constexpr int kParts = B::kRows / 64;
+  // Where a warpgroup has both sums, registers are short: probabilities of half of the rows at a
+  // time become operands.
+  static constexpr int kParts = B::kOwnsKeys ? 2 : 1, kPartRows = B::kRows / kParts;
   using Logits = float[kLogits];
   using Operand = uint32_t[kLogits / 2];
   using Sum = float[D / 2];
@@ -439,7 +441,7 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Starts sum += operand rows, for 64 rows or all. k-steps of 16 rows are 2048 bytes apart.
+  // Starts sum += operand rows, for all rows or some. k-steps of 16 rows are 2048 bytes apart.
   __device__ __forceinline__ void add_rows(const Operand& a, const void* of_rows, Sum& sum) const {
     add_rows(a, of_rows, 0, B::kRows, sum);
   }
@@ -515,15 +517,15 @@ struct BackwardConsumer {
     }
   }
 
-  // From products to probabilities, of 64 rows. A thread has rows 8j + 2 * (lane % 4) and the next,
-  // of two keys each.
+  // From products to probabilities, of a part of the rows. A thread has rows 8j + 2 * (lane % 4)
+  // and the next, of two keys each.
   __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) const {
     const BackwardPlan& plan = shared.plan;
     const float unit = plan.scale * sm80::kLog2E;
     const uint32_t terms =
         shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
 #pragma unroll
-    for (int j = 8 * part; j < 8 * part + 8; ++j) {
+    for (int j = kPartRows / 8 * part; j < kPartRows / 8 * (part + 1); ++j) {
       const uint4 two = ptx::load_shared_4(terms + 8 * j * sizeof(RowTerms));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -544,14 +546,15 @@ struct BackwardConsumer {
       const KeyRows seen = shared.key_rows[thread_key() + 8 * half];
       const int row = item.tile * B::kRows + 2 * (lane() & 3) - seen.first;
 #pragma unroll
-      for (int i = 16 * part; i < 16 * part + 16; ++i) {
+      for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
         const uint32_t at = row + 8 * (i / 2) + i % 2;
         if (at >= static_cast<uint32_t>(seen.count)) s[4 * (i / 2) + 2 * half + i % 2] = 0.f;
       }
     }
   }
 
-  // g = p (g - delta); `p_of(j, p)` gives p's elements 4j ..
+  // g = p (g - delta). p waits for g as f16, which keeps more digits than bf16 and takes half the
+  // registers of floats: `p_of(j)` gives two words of elements 4j ..
   template <class POf>
   __device__ __forceinline__ void make_gradients(const POf& p_of, Logits& g) const {
     const uint32_t deltas =
@@ -559,12 +562,13 @@ struct BackwardConsumer {
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
       const uint2 two = ptx::load_shared_2(deltas + 8 * j * sizeof(float));
-      float p[4];
-      p_of(j, p);
+      const uint2 p = p_of(j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float delta = __uint_as_float(i % 2 == 0 ? two.x : two.y);
-        g[4 * j + i] = p[i] * fmaf(g[4 * j + i], kUnshift, -delta);
+        const uint32_t word = i < 2 ? p.x : p.y;
+        g[4 * j + i] = sm80::float_of(F16(), i % 2 == 0 ? word & 0xffff : word >> 16) *
+                       fmaf(g[4 * j + i], kUnshift, -delta);
       }
     }
   }
@@ -579,16 +583,9 @@ struct BackwardConsumer {
   template <class To>
   static __device__ __forceinline__ void pack(const Logits& x, int part, Operand& a) {
 #pragma unroll
-    for (int i = 16 * part; i < 16 * part + 16; ++i) {
+    for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
       a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
     }
-  }
-  // From f16, words of elements 4j .. to these.
-  static __device__ __forceinline__ void unpack(uint32_t first, uint32_t second, float (&x)[4]) {
-    x[0] = sm80::float_of(F16(), first & 0xffff);
-    x[1] = sm80::float_of(F16(), first >> 16);
-    x[2] = sm80::float_of(F16(), second & 0xffff);
-    x[3] = sm80::float_of(F16(), second >> 16);
   }
 
   // An operand, as [key][row] in shared memory, for products of all warpgroups. Words 4k .. 4k + 3
@@ -693,13 +690,11 @@ struct BackwardConsumer {
 template <class T, int D>
 struct KeyOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
-  // Whether probabilities wait for gradients as f16, for which see SumOwner: registers.
-  static constexpr bool kPacks = C::kParts > 1;
   typename C::Sum key_sum, value_sum;
 
   __device__ __forceinline__ void step(const Item& item) {
     typename C::Logits p, g;
-    typename C::Operand p_operand, g_operand, packed;
+    typename C::Operand p_operand, p_kept, g_operand;
     typename C::Piece q;
     this->wait_for_rows();
     ptx::wgmma_fence();
@@ -711,22 +706,14 @@ struct KeyOwner : BackwardConsumer<T, D> {
     for (int part = 0; part < C::kParts; ++part) {
       this->make_probabilities(item, part, p);
       C::template pack<T>(p, part, p_operand);
-      if (kPacks) C::template pack<F16>(p, part, packed);
+      C::template pack<F16>(p, part, p_kept);
       ptx::wgmma_fence();
-      this->add_rows(p_operand, this->cotangent(), 64 * part, 64 * part + 64, value_sum);
+      this->add_rows(p_operand, this->cotangent(), C::kPartRows * part, C::kPartRows * (part + 1),
+                     value_sum);
     }
     ptx::wgmma_wait<C::kParts>();
     ptx::pin_registers(g);
-    this->make_gradients(
-        [&](int j, float (&of)[4]) {
-          if constexpr (kPacks) {
-            C::unpack(packed[2 * j], packed[2 * j + 1], of);
-          } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) of[i] = p[4 * j + i];
-          }
-        },
-        g);
+    this->make_gradients([&](int j) { return uint2{p_kept[2 * j], p_kept[2 * j + 1]}; }, g);
     C::pack(g, g_operand);
     this->store_gradients(g_operand, this->next_gradients());
 
@@ -762,8 +749,7 @@ struct SumOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum sum;
 
-  // Probabilities, from thread to thread, as f16, which keeps more digits than bf16. Elements 4j ..
-  // 4j + 3 of all threads lie side by side.
+  // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
     return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
   }
@@ -778,12 +764,7 @@ struct SumOwner : BackwardConsumer<T, D> {
   }
   __device__ __forceinline__ void take_gradients(typename C::Logits& g) const {
     wait(this->shared.passed_full, this->count & 1);
-    this->make_gradients(
-        [&](int j, float (&p)[4]) {
-          const uint2 words = ptx::load_shared_2(passed(j));
-          C::unpack(words.x, words.y, p);
-        },
-        g);
+    this->make_gradients([&](int j) { return ptx::load_shared_2(passed(j)); }, g);
     this->release_all_lanes(this->shared.passed_empty);
   }
 
