@@ -20,31 +20,36 @@
 // and passes it on, the second makes d.
 //
 // Budget of an item and block, by count, not measured. A tensor core product m64nNk16 takes N / 2
-// clocks; shared memory gives 128 bytes a clock; a thread has 240 registers.
+// clocks; shared memory gives 128 bytes a clock; a consumer thread has 232 registers.
 //
-//   dim (rows x keys)            64 (128 x 128)   128 (64 x 128)   256 (64 x 64)
-//   tensor cores, clocks              2560            2560            2560
-//   exponentials, clocks              1024             512             256
-//   shared memory read by products  224 KB          256 KB          240 KB
-//     written by copies, d, p        64 KB           48 KB           80 KB
-//     query sums (bulk: twice)       64 KB           64 KB           64 KB
-//     together, clocks              2800            2900            3000
-//   query sums to L2, bytes a clock   12.5            12.5            25
-//   registers: sums                   64             128             128
-//     s, g; p, d; query sums    128; 64; 32      64; 32; 32      32; 16; 32
-//   shared memory taken              195 KB          194 KB          219 KB
+//   dim (rows x keys)             64 (128 x 128)   128 (64 x 128)   256 (64 x 64)
+//   tensor cores, clocks               2560             2560             2560
+//   exponentials, clocks               1024              512              256
+//   shared memory: products read     224 KB           256 KB           256 KB
+//     copies, d, p                    64 KB            48 KB            88 KB
+//     query sums (bulk: twice)        64 KB            64 KB            64 KB
+//     together, clocks                 2800             2950             3250
+//   query sums to L2, bytes a clock      11               11               20
+//   registers: sums                      64              128              128
+//     s and g; p twice; query sums  128; 64; 32       64; 32; 32       32; 16; 32
+//   shared memory taken              195 KB           194 KB           219 KB
 //
-// So shared memory, not the tensor cores, is the first limit, and for dim 256 what L2 can add up.
-// Worth trying, in this order:
-//   1. bulk = false for dims 64 and 128 (tiles.h): a vector reduction from registers saves writing
-//      and reading 32 KB of shared memory an item, and leaves room for a third stage.
-//   2. Products of query sums with N = 128 (dim 128), one warpgroup in turn: 16 KB less an item.
-//   3. dim 128 with 80 rows: 112 instead of 128 bytes a clock for s and g; 32 registers more.
-//   4. dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
-//   5. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
-//   6. Clusters of two blocks of neighbouring keys: queries and cotangents by multicast; dim 256:
-//      they exchange d and each adds half of the columns of 128 keys, half the bytes to L2.
-//   7. Query and cotangent with barriers of their own; persistent blocks, whose stores of sums and
+// So shared memory comes before the tensor cores, and with dim 256 what L2 can add up. Worth
+// trying, in this order (1 and 2 compile without spills):
+//   1. tiles.h, `bulk` off for dims 64 and 128: vector reductions from registers save reading 32 KB
+//      of shared memory an item. But fence.proxy.async is a MEMBAR.CTA too, which may wait for
+//      them.
+//   2. Then a third stage of rows, for which there is room: a warpgroup that runs ahead by an item
+//      waits for copies that could not start.
+//   3. Dim 128 with bulk: kParts = 1 and p kept as floats until g is there, 48 instructions less.
+//   4. Dim 256: clusters of two blocks of neighbouring keys that exchange d (8 KB) and each add
+//      half of the columns of 128 keys: half of the bytes to L2. Queries by multicast.
+//   5. Query sums by products with N = 128: dim 128, one warpgroup in turn; dim 256, both pieces at
+//      once, 64 registers. 16 KB less an item.
+//   6. Dim 128 with 80 rows: 112 instead of 128 bytes a clock for s and g; 25 registers more.
+//   7. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
+//   8. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
+//   9. Query and cotangent with barriers of their own; persistent blocks, whose stores of sums and
 //      first loads overlap with others' products (short sequences).
 #pragma once
 

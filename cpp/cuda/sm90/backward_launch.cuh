@@ -9,6 +9,18 @@
 
 namespace jaxflash::cuda::sm90 {
 
+// Key heads of a section: its blocks walk the same rows and add to the same sums, which the L2
+// cache holds the better the fewer heads are under way. As many as give each multiprocessor a
+// block, and one more for those that are done early, but no last section of a few, since long tiles
+// and short ones even out within a section.
+inline uint32_t section_key_heads(int64_t key_heads, int64_t tiles) {
+  constexpr int64_t kSectionBlocks = 264;
+  const int64_t least = tiles_of(kSectionBlocks, tiles);
+  int64_t heads = least;
+  while (heads < key_heads && key_heads % heads != 0 && key_heads % heads < least) ++heads;
+  return static_cast<uint32_t>(std::min(heads, key_heads));
+}
+
 template <class T, int D>
 Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cursor& cursor,
                       bool launch, Stream stream) {
@@ -55,14 +67,10 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cur
   }
   if (error != nullptr) return error;
 
-  // Blocks of a section walk the same rows and add to the same sums: no more heads than give each
-  // multiprocessor a block, and some for those that are done early.
-  constexpr int64_t kSectionBlocks = 264;
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
-  params.schedule.section_heads =
-      static_cast<uint32_t>(std::min(tiles_of(kSectionBlocks, tiles), key_heads));
+  params.schedule.section_heads = section_key_heads(key_heads, tiles);
   kernel<<<static_cast<unsigned>(key_heads * tiles), kTile.threads(), kShared, stream>>>(params);
   if (wants_query) {
     finish.query_sums = params.query_sums;
