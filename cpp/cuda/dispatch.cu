@@ -44,6 +44,20 @@ constexpr HopperKernel kHopperKernels[] = {
     {},
 };
 
+struct HopperBackwardKernel {
+  DType dtype;
+  int dim;
+  Error (*backward)(sm90::BackwardParams, sm80::QueryFinishParams, Cursor&, bool, Stream);
+};
+
+// Likewise.
+constexpr HopperBackwardKernel kHopperBackwardKernels[] = {
+#define JAXFLASH_KERNEL(T, D) {sm90::T::kDType, D, sm90::launch_backward<sm90::T, D>},
+#include "cuda/sm90/backward_kernels.inc"
+#undef JAXFLASH_KERNEL
+    {},
+};
+
 bool needs_everything(const Problem& problem) {
   return problem.bias.data != nullptr || problem.mask.data != nullptr ||
          problem.sinks.data != nullptr || problem.query_segment_ids.data != nullptr ||
@@ -65,11 +79,12 @@ const Kernel* find_kernel(const Problem& problem) {
   return best;
 }
 
+constexpr int64_t kLongest = 1 << 30;  // of a Hopper kernel's queries and keys
+
 // The Hopper kernel for a problem, as far as sizes and which operands there are tell; nullptr where
 // the portable one is to run: where more than ranges must be applied, or where rows are so few that
 // keys are dealt to several blocks.
 const HopperKernel* find_hopper_kernel(const Problem& problem) {
-  constexpr int64_t kLongest = 1 << 30;
   const bool empty = problem.key_length == 0;
   const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;
   const int64_t tiles = problem.batches * problem.query_heads * tiles_of(problem.query_length, 128);
@@ -90,6 +105,44 @@ bool can_map(const Problem& problem, const ForwardResults& results) {
          sm90::can_map(problem.key, problem.head_dim) &&
          sm90::can_map(problem.value, problem.value_dim) &&
          sm90::can_map(results.output, problem.value_dim);
+}
+
+// The same of the backward kernels, which want blocks for half of a GPU, and keys of their own for
+// each batch.
+const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
+                                                 const BackwardResults& results) {
+  const int64_t dim = std::max(problem.head_dim, problem.value_dim);
+  const bool empty = problem.query_length == 0 || problem.key_length == 0;
+  const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;
+  const int64_t tiles = problem.batches * problem.key_heads * tiles_of(problem.key_length, 128);
+  const int64_t group = problem.query_heads / std::max<int64_t>(problem.key_heads, 1);
+  const bool split = tiles < 64 && problem.query_length * group >= 2048;
+  bool summed = false;
+  for (int at = 0; at < problem.batch_rank; ++at) {
+    for (const Tensor* const cotangent : {&results.key, &results.value}) {
+      summed |=
+          cotangent->data != nullptr && cotangent->batch[at] == 0 && problem.batch_size[at] > 1;
+    }
+  }
+  if (needs_everything(problem) || results.deterministic || summed || empty || huge || split) {
+    return nullptr;
+  }
+  for (const HopperBackwardKernel& kernel : kHopperBackwardKernels) {
+    const bool fits = kernel.backward != nullptr && kernel.dtype == problem.query.dtype;
+    if (fits && kernel.dim >= dim) return &kernel;
+  }
+  return nullptr;
+}
+
+bool can_map(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results) {
+  const auto can_store = [](const Tensor& result, int64_t columns) {
+    return result.data == nullptr || sm90::can_map(result, columns);
+  };
+  return sm90::can_map(problem.query, problem.head_dim) &&
+         sm90::can_map(problem.key, problem.head_dim) &&
+         sm90::can_map(problem.value, problem.value_dim) &&
+         sm90::can_map(inputs.output_cotangent, problem.value_dim) &&
+         can_store(results.key, problem.head_dim) && can_store(results.value, problem.value_dim);
 }
 
 // Whether the current device runs code for compute_90a.
@@ -135,6 +188,18 @@ sm90::ForwardParams hopper_params(const Problem& problem, const ForwardResults& 
   params.problem = problem;
   params.output = results.output;
   params.statistics = results.statistics;
+  return params;
+}
+
+sm90::BackwardParams hopper_params(const Problem& problem, const BackwardInputs& inputs,
+                                   const BackwardResults& results) {
+  sm90::BackwardParams params = {};
+  params.problem = problem;
+  params.output_cotangent = inputs.output_cotangent;
+  params.statistics = inputs.statistics;
+  params.delta = inputs.delta;
+  params.key_cotangent = results.key;
+  params.value_cotangent = results.value;
   return params;
 }
 
@@ -231,11 +296,17 @@ size_t forward_workspace_bytes(const Problem& problem) {
 size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results) {
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return 0;
-  return most_bytes([&](Cursor& cursor, int arch) {
+  const size_t portable = most_bytes([&](Cursor& cursor, int arch) {
     kernel->backward(backward_params(problem, {}, results, Precision::kFloat),
                      finish_params(problem, results), bias_params(problem, results),
                      results.deterministic, cursor, false, arch, nullptr);
   });
+  const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
+  if (hopper == nullptr) return portable;
+  Cursor cursor({});
+  hopper->backward(hopper_params(problem, {}, results), finish_params(problem, results), cursor,
+                   false, nullptr);
+  return std::max(portable, cursor.used());
 }
 
 Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
@@ -257,6 +328,11 @@ Error backward(const Problem& problem, const BackwardInputs& inputs, const Backw
   const Kernel* const kernel = find_kernel(problem);
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);
+  const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
+  if (hopper != nullptr && is_hopper() && can_map(problem, inputs, results)) {
+    return hopper->backward(hopper_params(problem, inputs, results),
+                            finish_params(problem, results), cursor, true, stream);
+  }
   return kernel->backward(backward_params(problem, inputs, results, precision),
                           finish_params(problem, results), bias_params(problem, results),
                           results.deterministic, cursor, true, 0, stream);

@@ -1,6 +1,6 @@
-// Loads of 8x8 matrices of 16-bit elements from shared memory, PTX ISA section "Warp-level matrix
-// load instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8, 16 bytes
-// long; a thread gets elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
+// Loads and stores of 8x8 matrices of 16-bit elements in shared memory, PTX ISA section "Warp-level
+// matrix load instruction: ldmatrix". Lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes long; a thread gets elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,15 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
+               : "memory");
+}
+
+// stmatrix.sync.aligned.m8n8.x4.shared.b16, PTX ISA section "Warp-level matrix store instruction:
+// stmatrix": the reverse of ldmatrix_x4. sm_90.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }
 

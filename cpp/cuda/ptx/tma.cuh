@@ -29,6 +29,31 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t to, const void* map,
       : "memory");
 }
 
+// cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32, PTX ISA section "Data Movement and
+// Conversion Instructions: cp.reduce.async.bulk": adds `bytes` of floats at `from` to those at
+// `to`. Both are aligned to 16 bytes. The thread's own groups count them: see bulk_wait.
+__device__ __forceinline__ void bulk_add(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+
+// cp.async.bulk.commit_group: the thread's bulk operations so far are a group.
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// cp.async.bulk.wait_group.read: waits until shared memory has been read by all of them.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// cp.async.bulk.wait_group: waits until they are done.
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // fence.proxy.async.shared::cta, "Memory Consistency Model: Proxies": orders this thread's own
 // writes to shared memory before reads by wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() {

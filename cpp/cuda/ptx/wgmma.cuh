@@ -48,10 +48,19 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Likewise of operands: holds them in their registers until the wait.
+template <int kCount>
+__device__ __forceinline__ void pin_registers(uint32_t (&a)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 enum class WgmmaType { kBF16, kF16 };
 
 // of_shared: a and b in shared memory, both with the summed dim contiguous; d = a b where
 // `accumulate` is false. of_registers: a in registers, b with its columns contiguous; d += a b.
+// of_transposed: as of_shared, but a with its rows and b with its columns contiguous: the transpose
+// flags, the last two operands of the instruction, are 1.
 template <WgmmaType kType, int N>
 struct Wgmma;
 
@@ -101,6 +110,15 @@ struct Wgmma;
                    ", 0;\n"                                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type               \
                    " {" JAXFLASH_R##count "}, %" #n0 ", %" #n1 ", p, 1, 1, 0, 0; }"              \
+                   : JAXFLASH_D##count                                                           \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
+    }                                                                                            \
+    static __device__ __forceinline__ void of_transposed(float (&d)[count], uint64_t a,          \
+                                                         uint64_t b, bool accumulate) {          \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #n2                                        \
+                   ", 0;\n"                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type               \
+                   " {" JAXFLASH_R##count "}, %" #n0 ", %" #n1 ", p, 1, 1, 1, 1; }"              \
                    : JAXFLASH_D##count                                                           \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                         \
     }                                                                                            \

@@ -19,6 +19,7 @@
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/schedule.cuh"
+#include "cuda/sm90/block.cuh"
 #include "cuda/sm90/params.h"
 #include "cuda/sm90/tiles.h"
 
@@ -42,11 +43,6 @@ struct RowKeys {
 
  private:
   __device__ __forceinline__ int clamped(int key) const { return max(0, min(key, length)); }
-};
-
-// Where a head's tiles lie in a map.
-struct Place {
-  int head, batch;
 };
 
 // What a block is to do with one tile of rows.
@@ -75,17 +71,6 @@ __device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
           static_cast<int>(extent.window_right == kUnlimited ? kFar : clamp_to(end, -kFar, kFar)),
           static_cast<int>(extent.key_length)};
 }
-
-// A place in a ring of stages, and the parity of the phase that its barriers are in there; both in
-// one register.
-template <int kStages>
-struct Ring {
-  uint32_t position = 0;
-
-  __device__ __forceinline__ uint32_t stage() const { return position % kStages; }
-  __device__ __forceinline__ uint32_t parity() const { return position / kStages; }
-  __device__ __forceinline__ void advance() { position = (position + 1) % (2 * kStages); }
-};
 
 template <class T, int D, int V, Reach kReach>
 struct Forward {
@@ -126,26 +111,13 @@ struct Forward {
   static_assert(sizeof(Shared) <= 227 * 1024);
 };
 
-// What all lanes of a warp hold, told to the compiler, which then keeps it in uniform registers.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 __device__ __forceinline__ KeyTiles uniform(const KeyTiles& tiles) {
   return {uniform(tiles.begin), uniform(tiles.end)};
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* of) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(of));
 }
 
 template <int kCluster>
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   return kCluster > 1 ? ptx::cluster_rank() : 0;
-}
-
-__device__ __forceinline__ void arrive(uint64_t& barrier) {
-  ptx::mbarrier_arrive(shared_address(&barrier));
-}
-__device__ __forceinline__ void wait(const uint64_t& barrier, int parity) {
-  ptx::mbarrier_sleep(shared_address(&barrier), parity);
 }
 
 // The warp that deals out work: units, each a head's tile of rows of the cluster.
@@ -170,16 +142,6 @@ struct Planner {
     return {static_cast<int>((static_cast<uint32_t>(keys.begin) + kKeys - 1) / kKeys),
             static_cast<int>(static_cast<uint32_t>(keys.end) / kKeys)};
   }
-  static __device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& index,
-                                                   int head) {
-    int batch = 0;
-#pragma unroll
-    for (int dim = 0; dim < kMaxBatchDims; ++dim) {
-      batch += static_cast<int>(index.at[dim]) * map.batch[dim];
-    }
-    return {head, batch};
-  }
-
   // Fills in the plan of a unit, each lane its part.
   __device__ __forceinline__ void make_plan(Plan<kWarpgroups>& plan, uint32_t unit) const {
     const Problem& problem = params.problem;
@@ -667,23 +629,6 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(output);
     release_values();
-  }
-
-  // Transposes 4x4 words of a quad: from word b of lane q to word q of lane b.
-  static __device__ __forceinline__ uint4 transpose_quad(uint32_t (&w)[4]) {
-    const int lane = threadIdx.x & 3;
-#pragma unroll
-    for (int bit = 1; bit <= 2; bit *= 2) {
-      const bool upper = lane & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const uint32_t sent = upper ? w[i] : w[i | bit];
-        const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, bit);
-        (upper ? w[i] : w[i | bit]) = got;
-      }
-    }
-    return {w[0], w[1], w[2], w[3]};
   }
 
   // The log-sum-exp of the rows, and what their outputs are to be multiplied by: 0 where they are

@@ -1,12 +1,16 @@
-# The Hopper kernels there are: one list for instantiations and dispatch.
+# The Hopper kernels there are: one list a direction for instantiations and dispatch.
 #
-# An entry is (dtype tag, padded head dim, padded value dim, reach), forward only. The largest is the fallback of all
-# that are smaller, so any two dims up to 256 find one.
+# An entry of the forward kernels is (dtype tag, padded head dim, padded value dim, reach). The largest is the fallback
+# of all that are smaller, so any two dims up to 256 find one. Of the backward kernels: (dtype tag, padded dim of both).
 set(JAXFLASH_SM90_KERNELS "")
+set(JAXFLASH_SM90_BACKWARD_KERNELS "")
 foreach(T IN ITEMS BF16 F16)
   foreach(TILE IN ITEMS "64 64 kLong" "96 96 kLong" "128 128 kShort" "128 128 kLong" "192 128 kLong" "192 192 kLong"
                         "256 256 kLong")
     list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE}")
+  endforeach()
+  foreach(D IN ITEMS 64 128 256)
+    list(APPEND JAXFLASH_SM90_BACKWARD_KERNELS "${T} ${D}")
   endforeach()
 endforeach()
 
@@ -20,9 +24,11 @@ function(jaxflash_has_sm90 architectures result)
   endforeach()
 endfunction()
 
-# Writes kernels.inc, empty where `enabled` is off, and one source file a kernel to `folder`; their names to `sources`.
+# Writes kernels.inc and backward_kernels.inc, empty where `enabled` is off, and one source file a kernel to `folder`;
+# their names to `sources`.
 function(jaxflash_sm90_kernels folder enabled sources)
   set(list "")
+  set(backward_list "")
   set(files "")
   if(enabled)
     foreach(kernel IN LISTS JAXFLASH_SM90_KERNELS)
@@ -36,7 +42,17 @@ function(jaxflash_sm90_kernels folder enabled sources)
       configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/forward.cu.in" "${file}" @ONLY)
       list(APPEND files "${file}")
     endforeach()
+    foreach(kernel IN LISTS JAXFLASH_SM90_BACKWARD_KERNELS)
+      string(REPLACE " " ";" parts "${kernel}")
+      list(GET parts 0 T)
+      list(GET parts 1 D)
+      string(APPEND backward_list "JAXFLASH_KERNEL(${T}, ${D})\n")
+      set(file "${folder}/cuda/sm90/backward_${T}_${D}.cu")
+      configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/backward.cu.in" "${file}" @ONLY)
+      list(APPEND files "${file}")
+    endforeach()
   endif()
   file(CONFIGURE OUTPUT "${folder}/cuda/sm90/kernels.inc" CONTENT "${list}" @ONLY)
+  file(CONFIGURE OUTPUT "${folder}/cuda/sm90/backward_kernels.inc" CONTENT "${backward_list}" @ONLY)
   set(${sources} "${files}" PARENT_SCOPE)
 endfunction()

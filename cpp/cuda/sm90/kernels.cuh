@@ -1,4 +1,5 @@
-// The Hopper kernels there are, as the dispatcher sees them; kernels.inc lists them.
+// The Hopper kernels there are, as the dispatcher sees them; kernels.inc and backward_kernels.inc
+// list them.
 #pragma once
 
 #include "cuda/sm80/element.cuh"
@@ -13,6 +14,12 @@ using sm80::F16;
 #define JAXFLASH_KERNEL(T, D, V, REACH) \
   extern template Error launch_forward<T, D, V, Reach::REACH>(ForwardParams, Cursor&, bool, Stream);
 #include "cuda/sm90/kernels.inc"
+#undef JAXFLASH_KERNEL
+
+#define JAXFLASH_KERNEL(T, D)                                                                   \
+  extern template Error launch_backward<T, D>(BackwardParams, sm80::QueryFinishParams, Cursor&, \
+                                              bool, Stream);
+#include "cuda/sm90/backward_kernels.inc"
 #undef JAXFLASH_KERNEL
 
 }  // namespace jaxflash::cuda::sm90

@@ -13,4 +13,9 @@ namespace jaxflash::cuda::sm90 {
 template <class T, int D, int V, Reach kReach>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream);
 
+// Launches the backward kernel and what belongs before and after it; likewise.
+template <class T, int D>
+Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cursor& cursor,
+                      bool launch, Stream stream);
+
 }  // namespace jaxflash::cuda::sm90

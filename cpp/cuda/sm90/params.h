@@ -33,4 +33,22 @@ struct ForwardParams {
   uint32_t* next_unit = nullptr;
 };
 
+struct BackwardParams {
+  TileMap query;
+  TileMap cotangent;  // of the output
+  TileMap key;
+  TileMap value;
+  Problem problem;
+  Statistics statistics;
+  Tensor output_cotangent;
+  Tensor delta;
+  Tensor key_cotangent;    // data nullptr: not wanted
+  Tensor value_cotangent;  // likewise
+  Schedule schedule;       // tiles of keys, key heads
+  uint32_t group = 1;      // query heads a key head
+  // As sm80::BackwardParams has them.
+  float* query_sums = nullptr;
+  int64_t strips = 0;
+};
+
 }  // namespace jaxflash::cuda::sm90

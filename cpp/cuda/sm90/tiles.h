@@ -37,4 +37,29 @@ constexpr ForwardTile forward_tile(int dim, int value_dim, Reach reach) {
   return {2, 80, 1, 2, 2};
 }
 
+// Two consumer warpgroups.
+struct BackwardTile {
+  int keys;    // of a block
+  int rows;    // of queries, at a time
+  int stages;  // of tiles of rows
+  bool bulk;   // query sums are added by bulk copies, not by each thread's vector reductions
+
+  static constexpr int kWarpgroups = 2;
+  constexpr int threads() const { return 128 * (kWarpgroups + 1); }
+  // Of a thread; together no more than the kernel starts with, 168 for each thread.
+  constexpr int producer_registers() const { return 40; }
+  constexpr int consumer_registers() const { return 232; }
+  // Whether a warpgroup has both sums of 64 keys; else one of the two, of the block's 64 keys.
+  constexpr bool owns_keys() const { return keys == 64 * kWarpgroups; }
+};
+
+// Not measured yet: backward.cuh says what limits each, and what to try.
+constexpr BackwardTile backward_tile(int dim) {
+  // Registers a thread: sums of 64 keys, dim with 128 keys and dim / 2 with 64; s and g, rows / 2
+  // each, which half as many words of operands take the place of.
+  if (dim <= 64) return {128, 128, 2, true};
+  if (dim <= 128) return {128, 64, 2, true};
+  return {64, 64, 2, false};  // no shared memory for bulk copies
+}
+
 }  // namespace jaxflash::cuda::sm90

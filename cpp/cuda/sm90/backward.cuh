@@ -1,0 +1,880 @@
+// Backward pass on Hopper: probabilities are computed again from the statistics of the forward pass
+// (arXiv 2205.14135, Algorithm 4), by warps with different roles (arXiv 2407.08608).
+//
+// A block owns a tile of keys of one key head and takes it past the rows of all query heads that
+// see any of it. One warp has tiles copied by the tensor memory accelerator, one reads the rows'
+// statistics and clears what must not count, and two consumer warpgroups multiply:
+//
+//   s = key query^T      p = exp(s - lse)         value cotangent += p output_cotangent
+//   g = value output_cotangent^T                  d = p (g - delta)
+//   key cotangent += d query                      query cotangent += d^T key
+//
+// Logits have keys as their rows, so that p and d leave the registers of one product as operands
+// of the next. Only d^T key sums over the keys of both warpgroups: d goes by way of shared memory,
+// and that product is one item late (an item: a tile of rows of a head), so that no warpgroup
+// waits for the other in the same item, and one's exponentials fall into the other's products. Its
+// result is added to sums in global memory, in f32, a strip of 16 rows a warp.
+//
+// With 128 keys a warpgroup has both sums of its 64 keys in registers. With 64 keys, where the head
+// dim leaves no registers for that, one has the values' sums and one the keys': the first makes p
+// and passes it on, the second makes d.
+//
+// Budget of an item and block, by count, not measured. A tensor core product m64nNk16 takes N / 2
+// clocks; shared memory gives 128 bytes a clock; a consumer thread has 232 registers.
+//
+//   dim (rows x keys)             64 (128 x 128)   128 (64 x 128)   256 (64 x 64)
+//   tensor cores, clocks               2560             2560             2560
+//   exponentials, clocks               1024              512              256
+//   shared memory: products read     224 KB           256 KB           256 KB
+//     copies, d, p                    64 KB            48 KB            88 KB
+//     query sums (bulk: twice)        64 KB            64 KB            64 KB
+//     together, clocks                 2800             2950             3250
+//   query sums to L2, bytes a clock      11               11               20
+//   registers: sums                      64              128              128
+//     s and g; p twice; query sums  128; 64; 32       64; 32; 32       32; 16; 32
+//   shared memory taken              195 KB           194 KB           219 KB
+//
+// So shared memory comes before the tensor cores, and with dim 256 what L2 can add up. Worth
+// trying, in this order (1 and 2 compile without spills):
+//   1. tiles.h, `bulk` off for dims 64 and 128: vector reductions from registers save reading 32 KB
+//      of shared memory an item. But fence.proxy.async is a MEMBAR.CTA too, which may wait for
+//      them.
+//   2. Then a third stage of rows, for which there is room: a warpgroup that runs ahead by an item
+//      waits for copies that could not start.
+//   3. Dim 128 with bulk: kParts = 1 and p kept as floats until g is there, 48 instructions less.
+//   4. Dim 256: clusters of two blocks of neighbouring keys that exchange d (8 KB) and each add
+//      half of the columns of 128 keys: half of the bytes to L2. Queries by multicast.
+//   5. Query sums by products with N = 128: dim 128, one warpgroup in turn; dim 256, both pieces at
+//      once, 64 registers. 16 KB less an item.
+//   6. Dim 128 with 80 rows: 112 instead of 128 bytes a clock for s and g; 25 registers more.
+//   7. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
+//   8. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
+//   9. Query and cotangent with barriers of their own; persistent blocks, whose stores of sums and
+//      first loads overlap with others' products (short sequences).
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "attention/visibility.h"
+#include "cuda/common/softmax.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/warpgroup.cuh"
+#include "cuda/ptx/wgmma.cuh"
+#include "cuda/sm80/element.cuh"
+#include "cuda/sm80/schedule.cuh"
+#include "cuda/sm90/block.cuh"
+#include "cuda/sm90/params.h"
+#include "cuda/sm90/tiles.h"
+
+namespace jaxflash::cuda::sm90 {
+
+using sm80::BF16;
+using sm80::F16;
+
+// A tile of rows of one of the query heads that share the block's keys.
+struct Item {
+  int head, tile;
+};
+
+// What a block is to do.
+struct BackwardPlan {
+  Extent extent;
+  int first_key;
+  int keys;                    // of the tile, that exist
+  int begin, end;              // tiles of rows that see any of the keys
+  int whole_begin, whole_end;  // those of them whose existing rows see all keys
+  int heads;                   // of queries; 0 where no row sees any of the keys
+  int query_length;
+  float scale;
+  Place query, cotangent, key, value;  // query, cotangent: of the first head
+  // Element offsets, of the first query head.
+  int64_t logit_max, log_sum, delta, query_sums;
+  int64_t key_cotangent, value_cotangent;
+
+  __device__ __forceinline__ Item first() const { return {0, begin}; }
+  // The items after and before one. There is none before the first: head -1.
+  __device__ __forceinline__ Item after(const Item& item) const {
+    return item.tile + 1 < end ? Item{item.head, item.tile + 1} : Item{item.head + 1, begin};
+  }
+  __device__ __forceinline__ Item before(const Item& item) const {
+    return item.tile > begin ? Item{item.head, item.tile - 1} : Item{item.head - 1, end - 1};
+  }
+};
+
+// Probabilities are kept times 2^kShift, exactly: as f16, small ones would lose digits. Sums of
+// them make good for it, and gradients: d = p (g * 2^-kShift - delta * 2^-kShift).
+inline constexpr int kShift = 12;
+inline constexpr float kUnshift = 1.f / (1 << kShift);
+
+// What probabilities take of a row's statistics: 2^((s + reference) * scale * log2(e) + rest).
+struct RowTerms {
+  float reference, rest;
+};
+
+// Rows [first, first + count) that see a key.
+struct KeyRows {
+  int first, count;
+};
+
+template <class T, int D>
+struct Backward {
+  static constexpr BackwardTile kTile = backward_tile(D);
+  static constexpr int kKeys = kTile.keys, kRows = kTile.rows, kStages = kTile.stages;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kProducerRegisters = kTile.producer_registers();
+  static constexpr int kConsumerRegisters = kTile.consumer_registers();
+  static constexpr bool kOwnsKeys = kTile.owns_keys(), kBulk = kTile.bulk;
+  static constexpr int kWarps = 4 * BackwardTile::kWarpgroups;            // of consumers
+  static constexpr int kGradientWarps = kOwnsKeys ? kWarps : kWarps / 2;  // that make d
+  // Tiles are panels of 64 columns, rows of 128 bytes each, permuted within 1024 bytes. Those of d
+  // have keys as rows and rows as columns.
+  static constexpr int kPanels = D / 64;
+  static constexpr int kKeyPanelBytes = kKeys * 128, kRowPanelBytes = kRows * 128;
+  static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
+  static constexpr int kRowBytes = kPanels * kRowPanelBytes;
+  static constexpr int kGradientBytes = kRows / 64 * kKeyPanelBytes;
+  // Query sums are made in pieces of 64 rows and columns, the first half of them by the first
+  // warpgroup.
+  static constexpr int kPieces = kRows / 64 * kPanels / BackwardTile::kWarpgroups;  // of each
+  static constexpr int kStripBytes = 16 * 64 * 4;                                   // of a warp
+  static constexpr int kMovedBytes = kBulk       ? kWarps * kStripBytes
+                                     : kOwnsKeys ? 16
+                                                 : kRows * kKeys * 2;
+  static constexpr auto kType =
+      T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
+  static_assert(kTile.keys == 64 || kTile.keys == 128);
+  static_assert(kRows % 64 == 0 && D % 64 == 0);
+  static_assert(kPieces == (kOwnsKeys ? 1 : 2));
+  static_assert(kOwnsKeys || !kBulk);
+
+  // Barriers; `warps` stands for all consumer warps.
+  //   keys_landed      the loader arrives, copies are counted; warps and the reader wait
+  //   rows_landed      the loader arrives, copies are counted; warps wait, and the reader where it
+  //                    has rows to clear
+  //   rows_ready       the reader arrives: terms are there, rows (and keys) that must not count are
+  //                    zeros; warps wait
+  //   rows_empty       each warp arrives once it has read tiles and terms; loader and reader wait
+  //   gradients_full   each warp that makes d arrives; warps wait
+  //   gradients_empty  each warp arrives once its product of them is done; makers of d wait
+  //   passed_full      each warp of the first warpgroup arrives; those of the second wait
+  //   passed_empty     the other way round
+  struct Shared {
+    uint8_t key[kKeyBytes];
+    uint8_t value[kKeyBytes];
+    uint8_t query[kStages][kRowBytes];
+    uint8_t cotangent[kStages][kRowBytes];
+    uint8_t gradients[2][kGradientBytes];
+    uint8_t moved[kMovedBytes];  // strips of query sums, or p on its way
+    RowTerms terms[kStages][kRows];
+    float delta[kStages][kRows];  // times 2^-kShift
+    KeyRows key_rows[kKeys];
+    uint64_t keys_landed;
+    uint64_t rows_landed[kStages], rows_ready[kStages], rows_empty[kStages];
+    uint64_t gradients_full[2], gradients_empty[2];
+    uint64_t passed_full, passed_empty;
+    BackwardPlan plan;
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024);
+};
+
+// Thread 0 fills in the block's plan.
+template <class T, int D>
+__device__ __forceinline__ void make_plan(const BackwardParams& params, BackwardPlan& plan) {
+  using B = Backward<T, D>;
+  constexpr int kRows = B::kRows;
+  const Problem& problem = params.problem;
+  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
+  const auto key_heads = static_cast<uint32_t>(problem.key_heads);
+  const uint32_t batch = work.head / key_heads;
+  const int key_head = static_cast<int>(work.head - batch * key_heads);
+  const int head = key_head * static_cast<int>(params.group);
+  const BatchIndex index = batch_index(problem, batch);
+  const Extent extent = extent_of(problem, index);
+  const int64_t first_key = int64_t{work.tile} * B::kKeys;
+  const Range keys = {first_key, first_key + B::kKeys};
+  const Range any = rows_of_any_key(extent, keys);
+  const Range every = rows_of_every_key(extent, keys);
+  // Rows past the query length need no checks: their probabilities are 0.
+  const bool to_the_end = every.end == extent.query_length;
+
+  plan.extent = extent;
+  plan.first_key = static_cast<int>(first_key);
+  plan.keys = static_cast<int>(clamp_to(extent.key_length - first_key, 0, B::kKeys));
+  plan.begin = static_cast<int>(any.begin / kRows);
+  plan.end = any.end > any.begin ? static_cast<int>((any.end + kRows - 1) / kRows) : plan.begin;
+  plan.whole_begin = static_cast<int>((every.begin + kRows - 1) / kRows);
+  plan.whole_end = static_cast<int>((every.end + (to_the_end ? kRows - 1 : 0)) / kRows);
+  plan.heads = plan.begin < plan.end ? static_cast<int>(params.group) : 0;
+  plan.query_length = static_cast<int>(extent.query_length);
+  plan.scale = batch_value<float>(problem.scale, index, 1.f);
+  plan.query = place_of(params.query, index, head);
+  plan.cotangent = place_of(params.cotangent, index, head);
+  plan.key = place_of(params.key, index, key_head);
+  plan.value = place_of(params.value, index, key_head);
+  const auto offset = [&](const Tensor& tensor, int of_head) {
+    return batch_offset(tensor, index) + of_head * tensor.head;
+  };
+  plan.logit_max = offset(params.statistics.logit_max, head);
+  plan.log_sum = offset(params.statistics.log_sum, head);
+  plan.delta = offset(params.delta, head);
+  plan.key_cotangent = offset(params.key_cotangent, key_head);
+  plan.value_cotangent = offset(params.value_cotangent, key_head);
+  plan.query_sums = (batch * problem.query_heads + head) * params.strips * (16 * D);
+}
+
+// The warp that has tiles copied; one lane of it.
+template <class T, int D>
+struct BackwardLoader {
+  using B = Backward<T, D>;
+
+  const BackwardParams& params;
+  typename B::Shared& shared;
+
+  template <int kPanelBytes>
+  __device__ __forceinline__ void copy(const TileMap& map, const Place& place, int head, int row,
+                                       const void* to, uint32_t barrier) const {
+#pragma unroll 1
+    for (int panel = 0; panel < B::kPanels; ++panel) {
+      ptx::tma_load(shared_address(to) + panel * kPanelBytes, &map.map, barrier, 64 * panel,
+                    place.head + head, row, place.batch);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    const BackwardPlan& plan = shared.plan;
+    const uint32_t keys = shared_address(&shared.keys_landed);
+    ptx::mbarrier_arrive_expecting(keys, 2 * B::kKeyBytes);
+    copy<B::kKeyPanelBytes>(params.key, plan.key, 0, plan.first_key, shared.key, keys);
+    copy<B::kKeyPanelBytes>(params.value, plan.value, 0, plan.first_key, shared.value, keys);
+    Ring<B::kStages> rows;
+#pragma unroll 1
+    for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
+      const uint32_t stage = rows.stage();
+      wait(shared.rows_empty[stage], rows.parity() ^ 1);
+      const uint32_t landed = shared_address(&shared.rows_landed[stage]);
+      ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
+      copy<B::kRowPanelBytes>(params.query, plan.query, item.head, item.tile * B::kRows,
+                              shared.query[stage], landed);
+      copy<B::kRowPanelBytes>(params.cotangent, plan.cotangent, item.head, item.tile * B::kRows,
+                              shared.cotangent[stage], landed);
+      rows.advance();
+    }
+  }
+};
+
+// The warp that reads the rows' statistics, and clears rows and keys that must not count: products
+// with probabilities of 0 need not be 0.
+template <class T, int D>
+struct BackwardReader {
+  using B = Backward<T, D>;
+  static constexpr int kLaneRows = B::kRows / 32;
+
+  const BackwardParams& params;
+  typename B::Shared& shared;
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+
+  // Zeros in row `row` of both tiles, by all lanes.
+  template <int kPanelBytes>
+  __device__ __forceinline__ void clear_row(const void* first, const void* second, int row) const {
+#pragma unroll 1
+    for (int i = lane(); i < 2 * B::kPanels * 8; i += 32) {
+      const int chunk = i % 8, panel = i / 8 % B::kPanels;
+      const uint32_t tile = shared_address(i / 8 < B::kPanels ? first : second);
+      ptx::store_shared_4(tile + panel * kPanelBytes + row * 128 + chunk * 16, {0, 0, 0, 0});
+    }
+  }
+
+  // Keys past the length. Past the array's end they are zeros already.
+  __device__ __forceinline__ void clear_keys() const {
+    const int64_t in_array = params.problem.key_length - shared.plan.first_key;
+    const int keys = static_cast<int>(min_of(in_array, B::kKeys));
+    if (shared.plan.keys >= keys) return;
+    wait(shared.keys_landed, 0);
+#pragma unroll 1
+    for (int key = shared.plan.keys; key < keys; ++key) {
+      clear_row<B::kKeyPanelBytes>(shared.key, shared.value, key);
+    }
+    ptx::fence_proxy_async();
+  }
+
+  struct Statistic {
+    float logit_max, log_sum, delta;
+  };
+  __device__ __forceinline__ float load(const Tensor& of, int64_t offset, int head, int row) const {
+    return static_cast<const float*>(of.data)[offset + head * of.head + row * of.row];
+  }
+  // Of a row that does not exist as of one that sees nothing.
+  __device__ __forceinline__ Statistic statistic_of(int head, int row) const {
+    const BackwardPlan& plan = shared.plan;
+    if (row >= plan.query_length) return {sm80::minus_infinity(), 0.f, 0.f};
+    return {load(params.statistics.logit_max, plan.logit_max, head, row),
+            load(params.statistics.log_sum, plan.log_sum, head, row),
+            load(params.delta, plan.delta, head, row)};
+  }
+
+  // Logits are taken relative to their maximum before they are rounded to exponents: both may be
+  // huge. What that loses of the maximum, in units of the scale, goes to the rest.
+  __device__ __forceinline__ RowTerms terms_of(const Statistic& x) const {
+    if (x.logit_max == sm80::minus_infinity()) return {0.f, sm80::minus_infinity()};
+    const float scale = shared.plan.scale;
+    const bool normal = fabsf(scale) >= FLT_MIN;  // else 1 / scale may be infinite
+    const float reference = normal ? -x.logit_max / scale : 0.f;
+    const float rounding = fmaf(reference, scale, x.logit_max);
+    return {reference, kShift - (x.log_sum + rounding) * sm80::kLog2E};
+  }
+
+  __device__ __forceinline__ void run() const {
+    const BackwardPlan& plan = shared.plan;
+    clear_keys();
+    Ring<B::kStages> rows;
+#pragma unroll 1
+    for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
+      const uint32_t stage = rows.stage();
+      const int first_row = item.tile * B::kRows;
+      Statistic x[kLaneRows];  // read before the stage is free
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+        x[i] = statistic_of(item.head, first_row + 32 * i + lane());
+      }
+      wait(shared.rows_empty[stage], rows.parity() ^ 1);
+      bool landed = false;
+#pragma unroll
+      for (int i = 0; i < kLaneRows; ++i) {
+        const int row = 32 * i + lane();
+        shared.terms[stage][row] = terms_of(x[i]);
+        const bool dead = x[i].logit_max == sm80::minus_infinity();
+        shared.delta[stage][row] = dead ? 0.f : x[i].delta * kUnshift;
+        uint32_t cleared =
+            __ballot_sync(0xffffffffu, dead && first_row + row < params.problem.query_length);
+        if (cleared != 0 && !landed) {
+          wait(shared.rows_landed[stage], rows.parity());
+          landed = true;
+        }
+#pragma unroll 1
+        for (; cleared != 0; cleared &= cleared - 1) {
+          clear_row<B::kRowPanelBytes>(shared.query[stage], shared.cotangent[stage],
+                                       32 * i + __ffs(cleared) - 1);
+        }
+      }
+      if (landed) ptx::fence_proxy_async();
+      __syncwarp();  // lane 0 waits for all lanes' terms and zeros
+      if (lane() == 0) arrive(shared.rows_ready[stage]);
+      rows.advance();
+    }
+  }
+};
+
+// What both kinds of consumer warpgroup do.
+template <class T, int D>
+struct BackwardConsumer {
+  using B = Backward<T, D>;
+  using LogitProduct = ptx::Wgmma<B::kType, B::kRows>;  // of 64 keys
+  using SumProduct = ptx::Wgmma<B::kType, D>;           // of 64 keys
+  using PieceProduct = ptx::Wgmma<B::kType, 64>;        // of 64 rows
+  static constexpr int kLogits = B::kRows / 2;          // a thread
+  // Where a warpgroup has both sums, registers are short: probabilities of half of the rows at a
+  // time become operands.
+  static constexpr int kParts = B::kOwnsKeys ? 2 : 1, kPartRows = B::kRows / kParts;
+  using Logits = float[kLogits];
+  using Operand = uint32_t[kLogits / 2];
+  using Sum = float[D / 2];
+  using Piece = float[32];
+
+  const BackwardParams& params;
+  typename B::Shared& shared;
+  int warpgroup;
+  uint32_t count = 0;  // items done; stages and parities follow from it
+
+  // Read anew each time: registers are short.
+  __device__ __forceinline__ int thread() const { return ptx::thread_index() & 127; }
+  __device__ __forceinline__ int warp() const { return thread() >> 5; }
+  __device__ __forceinline__ int lane() const { return ptx::thread_index() & 31; }
+  // Of the tile, the first key of the warpgroup, and of this thread; another is 8 further on.
+  __device__ __forceinline__ int first_key() const { return B::kOwnsKeys ? 64 * warpgroup : 0; }
+  __device__ __forceinline__ int thread_key() const {
+    return first_key() + 16 * warp() + lane() / 4;
+  }
+
+  __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
+  __device__ __forceinline__ uint32_t rows_parity() const { return count / B::kStages & 1; }
+  // Of gradients of the item before (at first, of zeros), and of the current one.
+  __device__ __forceinline__ Ring<2> last_gradients() const { return {count % 4}; }
+  __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + 1) % 4}; }
+
+  __device__ __forceinline__ const uint8_t* query() const { return shared.query[stage()]; }
+  __device__ __forceinline__ const uint8_t* cotangent() const { return shared.cotangent[stage()]; }
+
+  // Every warp arrives: others might not even have seen the tile come.
+  __device__ __forceinline__ void release(uint64_t& barrier) const {
+    if (lane() == 0) arrive(barrier);
+  }
+  // Likewise where all lanes have read or written shared memory themselves.
+  __device__ __forceinline__ void release_all_lanes(uint64_t& barrier) const {
+    __syncwarp();  // lane 0 waits for all lanes
+    if (lane() == 0) arrive(barrier);
+  }
+  __device__ __forceinline__ void wait_for_rows() const {
+    wait(shared.rows_landed[stage()], rows_parity());
+    wait(shared.rows_ready[stage()], rows_parity());
+  }
+  __device__ __forceinline__ void release_rows() const {
+    release_all_lanes(shared.rows_empty[stage()]);
+  }
+  __device__ __forceinline__ void wait_for_gradients() const {
+    wait(shared.gradients_full[last_gradients().stage()], last_gradients().parity());
+  }
+  __device__ __forceinline__ void release_gradients() const {
+    release(shared.gradients_empty[last_gradients().stage()]);
+  }
+
+  // Starts d = keys rows^T, for this warpgroup's keys of a tile. Both operands have their k-steps
+  // of 16 columns 32 bytes apart within a panel's rows.
+  __device__ __forceinline__ void multiply_rows(const void* keys, const void* of_rows,
+                                                Logits& d) const {
+    const uint64_t a = ptx::matrix_descriptor(shared_address(keys) + first_key() * 128, 0);
+    const uint64_t b = ptx::matrix_descriptor(shared_address(of_rows), 0);
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      const int panel = step / 4, bytes = 32 * (step % 4);
+      LogitProduct::of_shared(d, a + ((panel * B::kKeyPanelBytes + bytes) >> 4),
+                              b + ((panel * B::kRowPanelBytes + bytes) >> 4), step != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Starts sum += operand rows, for all rows or some. k-steps of 16 rows are 2048 bytes apart.
+  __device__ __forceinline__ void add_rows(const Operand& a, const void* of_rows, Sum& sum) const {
+    add_rows(a, of_rows, 0, B::kRows, sum);
+  }
+  __device__ __forceinline__ void add_rows(const Operand& a, const void* of_rows, int begin,
+                                           int end, Sum& sum) const {
+    const uint64_t b = ptx::matrix_descriptor(shared_address(of_rows), B::kRowPanelBytes);
+#pragma unroll
+    for (int step = begin / 16; step < end / 16; ++step) {
+      SumProduct::of_registers(sum, a[4 * step], a[4 * step + 1], a[4 * step + 2], a[4 * step + 3],
+                               b + (step * 16 * 128 >> 4));
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Of this warpgroup's piece `i`: its 64 rows and columns among those of the tile.
+  __device__ __forceinline__ int piece_rows(int i) const {
+    return (warpgroup * B::kPieces + i) / B::kPanels;
+  }
+  __device__ __forceinline__ int piece_columns(int i) const {
+    return (warpgroup * B::kPieces + i) % B::kPanels;
+  }
+
+  // Starts q = gradients^T key, over all keys, for a piece. Both operands are walked down their
+  // rows: of gradients one panel, the piece's rows; of keys one, its columns. k-steps of 16 keys
+  // are 2048 bytes apart.
+  __device__ __forceinline__ void start_piece(int i, Piece& q) const {
+    const uint64_t a =
+        ptx::matrix_descriptor(shared_address(shared.gradients[last_gradients().stage()]) +
+                                   piece_rows(i) * B::kKeyPanelBytes,
+                               B::kKeyPanelBytes);
+    const uint64_t b = ptx::matrix_descriptor(
+        shared_address(shared.key) + piece_columns(i) * B::kKeyPanelBytes, B::kKeyPanelBytes);
+#pragma unroll
+    for (int step = 0; step < B::kKeys / 16; ++step) {
+      PieceProduct::of_transposed(q, a + (step * 16 * 128 >> 4), b + (step * 16 * 128 >> 4),
+                                  step != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // Adds a piece to the sums of the item before `next`, if there is one. A warp's strip of them, 16
+  // rows and 8 blocks of 8 columns, is contiguous there, in the order of accumulators: elements 4j
+  // .. 4j + 3 of lane l at 128 j + 4 l.
+  __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
+    const Item item = shared.plan.before(next);
+    const int strip = item.tile * (B::kRows / 16) + piece_rows(i) * 4 + warp();
+    if (params.query_sums == nullptr || item.head < 0 || strip >= params.strips) return;
+    float* const to = params.query_sums + shared.plan.query_sums +
+                      (item.head * params.strips + strip) * (16 * D) + piece_columns(i) * 1024;
+    if constexpr (B::kBulk) {
+      const uint32_t from =
+          shared_address(shared.moved) + (4 * warpgroup + warp()) * B::kStripBytes;
+      if (lane() == 0) ptx::bulk_wait_read();
+      __syncwarp();  // all lanes wait until the last strip has been read
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        ptx::store_shared_4(from + 512 * j + 16 * lane(),
+                            {__float_as_uint(q[4 * j]), __float_as_uint(q[4 * j + 1]),
+                             __float_as_uint(q[4 * j + 2]), __float_as_uint(q[4 * j + 3])});
+      }
+      ptx::fence_proxy_async();
+      __syncwarp();  // lane 0 waits for all lanes' parts
+      if (lane() == 0) {
+        ptx::bulk_add(to, from, B::kStripBytes);
+        ptx::bulk_commit();
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        ptx::add_global_4(to + 128 * j + 4 * lane(),
+                          {q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]});
+      }
+    }
+  }
+
+  // From products to probabilities, of a part of the rows. A thread has rows 8j + 2 * (lane % 4)
+  // and the next, of two keys each.
+  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) const {
+    const BackwardPlan& plan = shared.plan;
+    const float unit = plan.scale * sm80::kLog2E;
+    const uint32_t terms =
+        shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
+#pragma unroll
+    for (int j = kPartRows / 8 * part; j < kPartRows / 8 * (part + 1); ++j) {
+      const uint4 two = ptx::load_shared_4(terms + 8 * j * sizeof(RowTerms));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float reference = __uint_as_float(i % 2 == 0 ? two.x : two.z);
+        const float rest = __uint_as_float(i % 2 == 0 ? two.y : two.w);
+        s[4 * j + i] = ptx::ex2(fmaf(s[4 * j + i] + reference, unit, rest));
+      }
+    }
+    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) {
+      hide_outside(item, part, s);
+    }
+  }
+
+  // Zeros where a row does not see a key.
+  __device__ __forceinline__ void hide_outside(const Item& item, int part, Logits& s) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyRows seen = shared.key_rows[thread_key() + 8 * half];
+      const int row = item.tile * B::kRows + 2 * (lane() & 3) - seen.first;
+#pragma unroll
+      for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
+        const uint32_t at = row + 8 * (i / 2) + i % 2;
+        if (at >= static_cast<uint32_t>(seen.count)) s[4 * (i / 2) + 2 * half + i % 2] = 0.f;
+      }
+    }
+  }
+
+  // g = p (g - delta). p waits for g as f16, which keeps more digits than bf16 and takes half the
+  // registers of floats: `p_of(j)` gives two words of elements 4j ..
+  template <class POf>
+  __device__ __forceinline__ void make_gradients(const POf& p_of, Logits& g) const {
+    const uint32_t deltas =
+        shared_address(shared.delta[stage()]) + 2 * (lane() & 3) * sizeof(float);
+#pragma unroll
+    for (int j = 0; j < kLogits / 4; ++j) {
+      const uint2 two = ptx::load_shared_2(deltas + 8 * j * sizeof(float));
+      const uint2 p = p_of(j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float delta = __uint_as_float(i % 2 == 0 ? two.x : two.y);
+        const uint32_t word = i < 2 ? p.x : p.y;
+        g[4 * j + i] = sm80::float_of(F16(), i % 2 == 0 ? word & 0xffff : word >> 16) *
+                       fmaf(g[4 * j + i], kUnshift, -delta);
+      }
+    }
+  }
+
+  // From elements 4j .. 4j + 3 of accumulators, columns 8j .. of rows lane / 4 (+ 8), to what the
+  // product wants of its operand a of 16 columns: the same elements, of one row and two columns a
+  // word.
+  static __device__ __forceinline__ void pack(const Logits& x, Operand& a) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pack<T>(x, part, a);
+  }
+  template <class To>
+  static __device__ __forceinline__ void pack(const Logits& x, int part, Operand& a) {
+#pragma unroll
+    for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
+      a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
+    }
+  }
+
+  // An operand, as [key][row] in shared memory, for products of all warpgroups. Words 4k .. 4k + 3
+  // are fragments of four 8x8 matrices: keys + 0, + 8 of rows 16k .., then of rows 16k + 8 ..
+  // A lane gives the address of one of their rows: key lane % 16, 16-byte chunk 2k + lane / 16 of
+  // its 128 bytes, which the permutation has at that, exclusive or key % 8.
+  __device__ __forceinline__ void store_gradients(const Operand& a, Ring<2> to) const {
+    wait(shared.gradients_empty[to.stage()], to.parity() ^ 1);
+    const int key = first_key() + 16 * warp() + (lane() & 15);
+    const uint32_t at = shared_address(shared.gradients[to.stage()]) + key * 128 +
+                        (((lane() >> 4) ^ (lane() & 7)) << 4);
+#pragma unroll
+    for (int step = 0; step < B::kRows / 16; ++step) {
+      ptx::stmatrix_x4((at + step / 4 * B::kKeyPanelBytes) ^ (step % 4 << 5), a[4 * step],
+                       a[4 * step + 1], a[4 * step + 2], a[4 * step + 3]);
+    }
+    ptx::fence_proxy_async();
+    release_all_lanes(shared.gradients_full[to.stage()]);
+  }
+  // What the product before the first item's is of.
+  __device__ __forceinline__ void store_no_gradients() const {
+    Operand zeros;
+#pragma unroll
+    for (int i = 0; i < kLogits / 2; ++i) zeros[i] = 0;
+    store_gradients(zeros, last_gradients());
+  }
+
+  // The query sums of the last item, before `end`.
+  __device__ __forceinline__ void finish_pieces(const Item& end) {
+    count = uniform(count);
+    wait_for_gradients();
+#pragma unroll
+    for (int i = 0; i < B::kPieces; ++i) {
+      Piece q;
+      ptx::wgmma_fence();
+      start_piece(i, q);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(q);
+      add_piece(i, end, q);
+    }
+    if (B::kBulk && lane() == 0) ptx::bulk_wait();
+  }
+
+  static __device__ __forceinline__ void clear(Sum& sum) {
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) sum[i] = 0.f;
+  }
+
+  // Stores a warpgroup's sums to rows of a cotangent.
+  __device__ __forceinline__ void store(const Sum& sum, float scale, const Tensor& cotangent,
+                                        int64_t offset, int64_t columns) const {
+    if (cotangent.data == nullptr) return;
+    const int quad_lane = threadIdx.x & 3;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t key = shared.plan.first_key + thread_key() + 8 * half;
+      auto* const to = static_cast<typename T::Bits*>(cotangent.data) + offset +
+                       key * cotangent.row + 8 * quad_lane;
+      // From words of columns 8j + 2 * lane, + 1 to eight neighbours 32j + 8 * lane ..
+#pragma unroll
+      for (int j = 0; j < D / 32; ++j) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const x = &sum[16 * j + 4 * i + 2 * half];
+          // Padding stays 0 whatever the scale.
+          words[i] =
+              sm80::pack(T(), x[0] == 0.f ? 0.f : x[0] * scale, x[1] == 0.f ? 0.f : x[1] * scale);
+        }
+        const uint4 neighbours = transpose_quad(words);
+        if (key < params.problem.key_length && 32 * j + 8 * quad_lane < columns) {
+          ptx::store_global_4(to + 32 * j, neighbours);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void store_key(const Sum& sum) const {
+    store(sum, shared.plan.scale, params.key_cotangent, shared.plan.key_cotangent,
+          params.problem.head_dim);
+  }
+  __device__ __forceinline__ void store_value(const Sum& sum) const {
+    store(sum, kUnshift, params.value_cotangent, shared.plan.value_cotangent,
+          params.problem.value_dim);
+  }
+
+  // Calls `step` with each item, then adds what is left.
+  template <class Step>
+  __device__ __forceinline__ void for_each_item(const Step& step) {
+    const BackwardPlan& plan = shared.plan;
+    Item item = plan.first();
+#pragma unroll 1
+    for (; item.head < plan.heads; item = plan.after(item)) {
+      count = uniform(count);  // descriptors are made of it, and belong in uniform registers
+      step(item);
+      ++count;
+    }
+    finish_pieces(item);
+  }
+};
+
+// A warpgroup that has both sums of its 64 keys.
+template <class T, int D>
+struct KeyOwner : BackwardConsumer<T, D> {
+  using C = BackwardConsumer<T, D>;
+  typename C::Sum key_sum, value_sum;
+
+  __device__ __forceinline__ void step(const Item& item) {
+    typename C::Logits p, g;
+    typename C::Operand p_operand, p_kept, g_operand;
+    typename C::Piece q;
+    this->wait_for_rows();
+    ptx::wgmma_fence();
+    this->multiply_rows(this->shared.key, this->query(), p);
+    this->multiply_rows(this->shared.value, this->cotangent(), g);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(p);
+#pragma unroll
+    for (int part = 0; part < C::kParts; ++part) {
+      this->make_probabilities(item, part, p);
+      C::template pack<T>(p, part, p_operand);
+      C::template pack<F16>(p, part, p_kept);
+      ptx::wgmma_fence();
+      this->add_rows(p_operand, this->cotangent(), C::kPartRows * part, C::kPartRows * (part + 1),
+                     value_sum);
+    }
+    ptx::wgmma_wait<C::kParts>();
+    ptx::pin_registers(g);
+    this->make_gradients([&](int j) { return uint2{p_kept[2 * j], p_kept[2 * j + 1]}; }, g);
+    C::pack(g, g_operand);
+    this->store_gradients(g_operand, this->next_gradients());
+
+    ptx::wgmma_fence();
+    this->add_rows(g_operand, this->query(), key_sum);
+    this->wait_for_gradients();
+    ptx::wgmma_fence();
+    this->start_piece(0, q);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(p_operand);
+    ptx::pin_registers(g_operand);
+    this->release_rows();
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(q);
+    this->release_gradients();
+    this->add_piece(0, item, q);
+  }
+
+  __device__ __forceinline__ void run() {
+    C::clear(key_sum);
+    C::clear(value_sum);
+    wait(this->shared.keys_landed, 0);
+    this->store_no_gradients();
+    this->for_each_item([&](const Item& item) { step(item); });
+    this->store_key(key_sum);
+    this->store_value(value_sum);
+  }
+};
+
+// A warpgroup that has one of the sums of 64 keys: the values' (the first) or the keys'.
+template <class T, int D, bool kOfValues>
+struct SumOwner : BackwardConsumer<T, D> {
+  using C = BackwardConsumer<T, D>;
+  typename C::Sum sum;
+
+  // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
+  __device__ __forceinline__ uint32_t passed(int j) const {
+    return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
+  }
+  __device__ __forceinline__ void pass(const typename C::Logits& p) const {
+    wait(this->shared.passed_empty, (this->count & 1) ^ 1);
+#pragma unroll
+    for (int j = 0; j < C::kLogits / 4; ++j) {
+      ptx::store_shared_2(passed(j), {ptx::pack_f16(p[4 * j], p[4 * j + 1]),
+                                      ptx::pack_f16(p[4 * j + 2], p[4 * j + 3])});
+    }
+    this->release_all_lanes(this->shared.passed_full);
+  }
+  __device__ __forceinline__ void take_gradients(typename C::Logits& g) const {
+    wait(this->shared.passed_full, this->count & 1);
+    this->make_gradients([&](int j) { return ptx::load_shared_2(passed(j)); }, g);
+    this->release_all_lanes(this->shared.passed_empty);
+  }
+
+  __device__ __forceinline__ void step(const Item& item) {
+    typename C::Operand operand;
+    typename C::Piece first, second;
+    this->wait_for_rows();
+    this->wait_for_gradients();
+    ptx::wgmma_fence();
+    if constexpr (kOfValues) {
+      typename C::Logits p;
+      this->multiply_rows(this->shared.key, this->query(), p);
+      this->start_piece(0, first);
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(p);
+      this->make_probabilities(item, 0, p);
+      pass(p);
+      C::pack(p, operand);
+    } else {
+      typename C::Logits g;
+      this->multiply_rows(this->shared.value, this->cotangent(), g);
+      this->start_piece(0, first);
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(g);
+      take_gradients(g);
+      C::pack(g, operand);
+      this->store_gradients(operand, this->next_gradients());
+    }
+    ptx::wgmma_fence();
+    this->add_rows(operand, kOfValues ? this->cotangent() : this->query(), sum);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(first);
+    this->add_piece(0, item, first);
+    ptx::wgmma_fence();
+    this->start_piece(1, second);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(operand);
+    this->release_rows();
+    ptx::wgmma_wait<0>();
+    ptx::pin_registers(second);
+    this->release_gradients();
+    this->add_piece(1, item, second);
+  }
+
+  __device__ __forceinline__ void run() {
+    C::clear(sum);
+    wait(this->shared.keys_landed, 0);
+    if (!kOfValues) this->store_no_gradients();
+    this->for_each_item([&](const Item& item) { step(item); });
+    kOfValues ? this->store_value(sum) : this->store_key(sum);
+  }
+};
+
+template <class T, int D>
+__global__ void __launch_bounds__(Backward<T, D>::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+  using B = Backward<T, D>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& shared = *reinterpret_cast<typename B::Shared*>(memory);
+
+  if (threadIdx.x == 0) {
+    const auto init = [](uint64_t& barrier, int arrivals) {
+      ptx::mbarrier_init(shared_address(&barrier), arrivals);
+    };
+    init(shared.keys_landed, 1);
+    for (int stage = 0; stage < B::kStages; ++stage) {
+      init(shared.rows_landed[stage], 1);
+      init(shared.rows_ready[stage], 1);
+      init(shared.rows_empty[stage], B::kWarps);
+    }
+    for (int stage = 0; stage < 2; ++stage) {
+      init(shared.gradients_full[stage], B::kGradientWarps);
+      init(shared.gradients_empty[stage], B::kWarps);
+    }
+    init(shared.passed_full, B::kWarps / 2);
+    init(shared.passed_empty, B::kWarps / 2);
+    ptx::fence_mbarrier_init();
+  }
+  // A warp for each, so that one need not wait for the other: barriers above, the plan here.
+  if (threadIdx.x == 32) make_plan<T, D>(params, shared.plan);
+  __syncthreads();  // all threads wait for barriers and plan
+  if (threadIdx.x >= 128 && threadIdx.x < 128 + B::kKeys) {
+    const int key = threadIdx.x - 128;
+    const int64_t at = int64_t{shared.plan.first_key} + key;
+    const Range seen = rows_of_any_key(shared.plan.extent, {at, at + 1});
+    shared.key_rows[key] = {static_cast<int>(seen.begin),
+                            static_cast<int>(max_of(seen.end - seen.begin, 0))};
+  }
+  __syncthreads();  // all threads wait for key_rows
+
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp < 4) {
+    ptx::give_registers<B::kProducerRegisters>();
+    if (warp == 0 && threadIdx.x == 0) BackwardLoader<T, D>{params, shared}.run();
+    if (warp == 1) BackwardReader<T, D>{params, shared}.run();
+  } else {
+    ptx::take_registers<B::kConsumerRegisters>();
+    if constexpr (B::kOwnsKeys) {
+      KeyOwner<T, D>{{params, shared, warp / 4 - 1}}.run();
+    } else if (warp < 8) {
+      SumOwner<T, D, true>{{params, shared, 0}}.run();
+    } else {
+      SumOwner<T, D, false>{{params, shared, 1}}.run();
+    }
+  }
+}
+
+}  // namespace jaxflash::cuda::sm90

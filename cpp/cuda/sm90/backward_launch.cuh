@@ -1,0 +1,84 @@
+// Definition of launch_backward, for the files that instantiate it.
+#pragma once
+
+#include "cuda/common/finish.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/tensor_map.h"
+
+namespace jaxflash::cuda::sm90 {
+
+// Key heads of a section: its blocks walk the same rows and add to the same sums, which the L2
+// cache holds the better the fewer heads are under way. As many as give each multiprocessor a
+// block, and one more for those that are done early, but no last section of a few, since long tiles
+// and short ones even out within a section.
+inline uint32_t section_key_heads(int64_t key_heads, int64_t tiles) {
+  constexpr int64_t kSectionBlocks = 264;
+  const int64_t least = tiles_of(kSectionBlocks, tiles);
+  int64_t heads = least;
+  while (heads < key_heads && key_heads % heads != 0 && key_heads % heads < least) ++heads;
+  return static_cast<uint32_t>(std::min(heads, key_heads));
+}
+
+template <class T, int D>
+Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cursor& cursor,
+                      bool launch, Stream stream) {
+  static KernelCache cache;
+  using B = Backward<T, D>;
+  constexpr BackwardTile kTile = B::kTile;
+  constexpr int kShared = sizeof(typename B::Shared);
+  const auto kernel = backward_kernel<T, D>;
+  const Problem& problem = params.problem;
+  const int64_t query_heads = problem.batches * problem.query_heads;
+  const int64_t key_heads = problem.batches * problem.key_heads;
+  const int64_t tiles = tiles_of(problem.key_length, kTile.keys);
+  const bool wants_query =
+      finish.query_cotangent.data != nullptr || finish.scale_cotangent.data != nullptr;
+  if (key_heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
+
+  params.strips = tiles_of(problem.query_length, 16);
+  const int64_t sums = query_heads * params.strips * 16 * D;
+  if (wants_query) params.query_sums = cursor.take<float>(sums);
+  if (!launch) return nullptr;
+  if (!cursor.fits()) return "jaxflash: the workspace is too small";
+  if (key_heads * tiles == 0) return nullptr;
+
+  int arch = 0;
+  Error error = prepare_kernel(kernel, cache, [](int) { return kShared; }, arch);
+  if (error == nullptr) {
+    error = make_map(problem, problem.query, problem.head_dim, problem.query_heads,
+                     problem.query_length, kTile.rows, params.query);
+  }
+  if (error == nullptr) {
+    error = make_map(problem, params.output_cotangent, problem.value_dim, problem.query_heads,
+                     problem.query_length, kTile.rows, params.cotangent);
+  }
+  if (error == nullptr) {
+    error = make_map(problem, problem.key, problem.head_dim, problem.key_heads, problem.key_length,
+                     kTile.keys, params.key);
+  }
+  if (error == nullptr) {
+    error = make_map(problem, problem.value, problem.value_dim, problem.key_heads,
+                     problem.key_length, kTile.keys, params.value);
+  }
+  if (error == nullptr && wants_query) {
+    error = text_of(cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream));
+  }
+  if (error != nullptr) return error;
+
+  params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
+  params.schedule.tiles = static_cast<uint32_t>(tiles);
+  params.schedule.heads = static_cast<uint32_t>(key_heads);
+  params.schedule.section_heads = section_key_heads(key_heads, tiles);
+  kernel<<<static_cast<unsigned>(key_heads * tiles), kTile.threads(), kShared, stream>>>(params);
+  if (wants_query) {
+    finish.query_sums = params.query_sums;
+    finish.strips = params.strips;
+    finish.padded_dim = D;
+    sm80::finish_query<T>(finish, stream);
+  }
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace jaxflash::cuda::sm90
