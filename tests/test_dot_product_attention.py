@@ -94,7 +94,7 @@ CASES = {
 
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
-def test_documented(implementation, dtype, case):
+def test_documented(default_implementation, dtype, case):
     """Output, log-sum-exp and gradients are as near to the exact ones as those of `jax.nn`."""
     sizes, arguments = CASES[case]
     arrays, arguments = qkv(dtype, **sizes), dict(arguments)
@@ -137,7 +137,7 @@ def test_documented(implementation, dtype, case):
     )
     assert visible.any(-1).all()
     originals.compare(
-        call(jaxflash.dot_product_attention, name=JAX_NAMES[implementation]),
+        call(jaxflash.dot_product_attention, name=JAX_NAMES[default_implementation]),
         call(jax.nn.dot_product_attention),
         exact,
         arrays,
@@ -145,9 +145,9 @@ def test_documented(implementation, dtype, case):
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(B=1, unbatched=("query", "key", "value"))], ids=str)
-def test_without_residual(implementation, sizes):
+def test_without_residual(default_implementation, sizes):
     arrays = qkv(**sizes)
-    name = JAX_NAMES[implementation]
+    name = JAX_NAMES[default_implementation]
     alone = jaxflash.dot_product_attention(**arrays, implementation=name)
     output, _ = jaxflash.dot_product_attention(**arrays, implementation=name, return_residual=True)
     assert alone.shape == arrays["query"].shape
@@ -175,12 +175,12 @@ def test_implementations(theirs, ours, monkeypatch):
     assert seen == [ours]
 
 
-def test_rows_without_keys(implementation):
+def test_rows_without_keys(default_implementation):
     """The documented difference: zeros and -inf, not the mean of all values."""
     arrays, mask = qkv(), boolean(2, 4, 7, 9)
     mask[1, 2, 3] = False
     output, residual = jaxflash.dot_product_attention(
-        **arrays, mask=mask, return_residual=True, implementation=JAX_NAMES[implementation]
+        **arrays, mask=mask, return_residual=True, implementation=JAX_NAMES[default_implementation]
     )
     theirs = jax.nn.dot_product_attention(**arrays, mask=mask)
     assert not output[1, 3, 2].any()
@@ -190,10 +190,12 @@ def test_rows_without_keys(implementation):
     assert np.isfinite(residual[seeing]).all()
 
 
-def test_own_value_head_dim(implementation):
+def test_own_value_head_dim(default_implementation):
     arrays = qkv(B=1, unbatched=("query",))
     arrays["value"] = arrays["value"][..., :3]
-    output = jaxflash.dot_product_attention(**arrays, implementation=JAX_NAMES[implementation])
+    output = jaxflash.dot_product_attention(
+        **arrays, implementation=JAX_NAMES[default_implementation]
+    )
     assert output.shape == (7, 4, 3)
 
 
@@ -223,7 +225,7 @@ def test_what_jax_refuses_raises_here(change, named):
         jaxflash.dot_product_attention(**arguments)
 
 
-def test_vmap(implementation):
+def test_vmap(default_implementation):
     """Under `vmap` with an unmapped key, as `jax.nn`'s."""
     arrays = qkv(B=3)
 
@@ -238,7 +240,7 @@ def test_vmap(implementation):
         return originals.attention(query, key, value, visible=np.tri(7, 9, dtype=bool))[0]
 
     originals.compare(
-        attend(jaxflash.dot_product_attention, JAX_NAMES[implementation]),
+        attend(jaxflash.dot_product_attention, JAX_NAMES[default_implementation]),
         attend(jax.nn.dot_product_attention),
         exact,
         arrays,
