@@ -86,8 +86,8 @@ def dot_product_attention(
 
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`; bfloat16, float16, float32 or float64.
-      key: `[B, S, K, H]` or `[S, K, H]` in the query's dtype; N must be a multiple of K. Of query,
-        key and value each that has 3 axes is a batch of one.
+      key: `[B, S, K, H]` or `[S, K, H]` in the query's dtype; N must be a multiple of K. Each of
+        query, key and value that has 3 axes is taken as a batch of one.
       value: as the key.
       bias: up to 4 axes, broadcastable to `[B, N, T, S]`; added to the scaled logits. Default:
         none.
@@ -124,7 +124,7 @@ def dot_product_attention(
       >>> dot_product_attention(q, k, v, is_causal=True).shape
       (2, 1024, 8, 64)
     """
-    if implementation not in _IMPLEMENTATIONS:
+    if implementation not in tuple(_IMPLEMENTATIONS):  # which takes what has no hash
         raise ValueError(f'implementation: expected None, "xla" or "cudnn", got {implementation!r}')
     query = validation.as_array("query", query)
     output, residual = flash_attention(

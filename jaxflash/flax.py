@@ -84,7 +84,9 @@ def attention_fn(
         same. Default: that of `flash_attention`, float32 accuracy for float32.
       module: must be None; a module to sow attention weights into.
       promote_dtype: function that promotes (query, key, value), as in NNX.
-      is_causal: whether a key j is visible to query i only where `j <= i`.
+      is_causal: whether a key j is visible to query i only where `j <= i`. NNX passes it on; for
+        Linen, `functools.partial(attention_fn, is_causal=True)` spares the mask of a causal layer
+        that doesn't decode.
       force_fp32_for_softmax: whether the output is float32 at least, as Linen's is then; the
         softmax always is.
       einsum_dot_general: must be None, and so must the next two: products are the kernels' own.

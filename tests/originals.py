@@ -57,6 +57,13 @@ def assert_as_accurate(got, working, right):
         tolerance.assert_close(name, mine, measure)
 
 
+def assert_equal_but_rounding(got, expected, dtype=np.float32):
+    """Compares results of two programs for the same numbers: a few ulps of the largest differ."""
+    got, expected = (np.asarray(x, np.float64) for x in (got, expected))
+    noise = 8 * tolerance.wobble(np.abs(expected).max(initial=0), dtype)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=noise)
+
+
 def _an_ulp_off(seed, x):
     if x.dtype != np.float32:
         return x

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import originals
 from calls import bfloat16, normal, run_python
@@ -190,8 +191,7 @@ def test_promotion(ours, library):
     ):  # fmt: skip
         got, expected = (f(*arguments, dtype=dtype) for f in (ours, FLAX[library]))
         assert got.dtype == expected.dtype
-        worst = float(jnp.finfo(got.dtype).eps)
-        np.testing.assert_allclose(got, expected, rtol=4 * worst, atol=4 * worst)
+        originals.assert_equal_but_rounding(got, expected, got.dtype)
 
 
 @DTYPES
@@ -236,9 +236,18 @@ def test_options_of_flash_attention(ours):
         mask = ((distance >= 0) & (distance <= 2))[None, None]
         apply, weights = layer(library, dict(num_heads=3), {}, [x])
         masked, weights = layer(library, dict(num_heads=3), dict(mask=mask), [x])
-        np.testing.assert_allclose(
-            apply(windowed, weights, [x]), masked(attention, weights, [x]), atol=1e-6
+        originals.assert_equal_but_rounding(
+            apply(windowed, weights, [x]), masked(attention, weights, [x])
         )
+
+
+def test_linen_causal(ours):
+    (x,) = inputs(np.float32, X)
+    apply, weights = layer("linen", dict(num_heads=3), {}, [x])
+    mask = linen.make_causal_mask(x[..., 0])
+    masked, _ = layer("linen", dict(num_heads=3), dict(mask=mask), [x])
+    got = apply(partial(ours, is_causal=True), weights, [x])
+    originals.assert_equal_but_rounding(got, masked(FLAX["linen"], weights, [x]))
 
 
 def test_rows_without_keys(ours):
@@ -248,9 +257,9 @@ def test_rows_without_keys(ours):
     mask[1, 2, 3] = False
     got, theirs = (f(q, k, v, mask=mask) for f in (ours, linen.dot_product_attention))
     assert not got[1, 3, 2].any()
-    np.testing.assert_allclose(theirs[1, 3, 2], v[1, :, 2].mean(0), rtol=1e-5)
+    originals.assert_equal_but_rounding(theirs[1, 3, 2], v[1, :, 2].mean(0))
     seeing = np.moveaxis(mask.any(-1), 1, 2)
-    np.testing.assert_allclose(got[seeing], theirs[seeing], atol=1e-6)
+    originals.assert_equal_but_rounding(got[seeing], theirs[seeing])
 
 
 # Decoding with a cache.
@@ -343,7 +352,7 @@ def test_dropout_mask(ours, broadcast):
     for name, attention in (("ours", ours), ("flax", linen.dot_product_attention)):
         drawn = factors(attention, rng, broadcast_dropout=broadcast)
         kept = drawn > 0
-        np.testing.assert_allclose(drawn[kept], 1 / 0.7, rtol=1e-4)
+        np.testing.assert_allclose(drawn[kept], 1 / 0.7, rtol=2**-15)
         planes = kept.reshape(6, -1)
         deviation = np.sqrt(0.3 * 0.7 / planes.shape[1])
         assert (np.abs(1 - planes.mean(1) - 0.3) < 5 * deviation).all()
@@ -403,6 +412,21 @@ def test_dropout_gradients(ours, broadcast, batch, dtype):
         return jnp.einsum("...nts,...snh->...tnh", weights, value)
 
     originals.compare(mine, dense, dense, arrays)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_sharded_dropout(ours, broadcast):
+    """Dealt to devices by batch rows and heads, the same is dropped, and nothing is gathered."""
+    devices = jax.devices("cpu")
+    if len(devices) < 4:
+        pytest.skip(f"4 CPU devices are needed, there are {len(devices)}")
+    mesh = Mesh(np.reshape(devices[:4], (2, 2)), ("batch", "heads"))
+    (x,) = inputs(np.float32, (4, 1, 9, 2, 6))
+    options = dict(dropout_rng=jax.random.key(1), dropout_rate=0.3, broadcast_dropout=broadcast)
+    attend = jax.jit(lambda x: ours(x, x, x, **options))
+    dealt = jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch", None, None, "heads")))
+    np.testing.assert_array_equal(attend(dealt), attend(jax.device_put(x, devices[0])))
+    assert "all-gather" not in attend.lower(dealt).compile().as_text()
 
 
 @LIBRARIES
@@ -600,7 +624,7 @@ def test_nnx_vmap_over_models(ours):
     graph, state = nnx.split(models)
     for i in range(3):
         member = nnx.merge(graph, jax.tree.map(lambda w, i=i: w[i], state))
-        np.testing.assert_allclose(outputs[i], member(x[i], is_causal=True), atol=1e-6)
+        originals.assert_equal_but_rounding(outputs[i], member(x[i], is_causal=True))
 
 
 def test_flax_is_optional():
