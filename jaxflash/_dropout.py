@@ -9,6 +9,8 @@ tensor-core accumulator.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,12 @@ _ROUNDS = 7
 _MULTIPLIERS = (np.uint32(0xD2511F53), np.uint32(0xCD9E8D57))
 _KEY_BUMPS = (np.uint32(0x9E3779B9), np.uint32(0xBB67AE85))
 _TILE = 16
+
+
+class SharedKey(NamedTuple):
+    """A key that draws one mask for all batch rows and heads, in place of `dropout_key`."""
+
+    key: jax.Array
 
 
 def threshold_of(rate: float) -> int:
@@ -30,14 +38,17 @@ def kept_scale(threshold: int) -> float:
     return 65536 / (65536 - threshold)
 
 
-def stream(key: jax.Array, batch: tuple[int, ...], heads: int) -> jax.Array:
+def stream(key: jax.Array | SharedKey, batch: tuple[int, ...], heads: int) -> jax.Array:
     """The operand that the mask depends on: uint32 `[*batch, heads, 4]`.
 
     The words are the two key words, the batch index and the head index. They travel as an operand
-    along the batch and the heads, so that folding or splitting these axes changes no mask.
+    along the batch and the heads, so that folding or splitting these axes changes no mask. Both
+    indices are 0 everywhere if the key is shared.
     """
-    words = jax.random.bits(key, (2,), "uint32")
     shape = (*batch, heads)
+    if isinstance(key, SharedKey):
+        return jnp.broadcast_to(stream(key.key, (), 1), (*shape, 4))
+    words = jax.random.bits(key, (2,), "uint32")
     batch_index = (
         lax.broadcasted_iota(jnp.uint32, shape, 0) if batch else jnp.zeros(shape, "uint32")
     )

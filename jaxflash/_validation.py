@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxflash._dropout import SharedKey
 from jaxflash._operands import compute_dtype
 
 MAX_HEAD_DIM = 256
@@ -250,6 +251,8 @@ def check_dropout(rate: Any, key: Any) -> float:
                 f"dropout_key: expected a JAX PRNG key, because dropout_rate is {rate}, got None"
             )
         return rate_value
+    if isinstance(key, SharedKey):
+        key = key.key
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is None or shape is None:
         raise TypeError(f"dropout_key: expected a JAX PRNG key, got {_describe(key)}")

@@ -51,6 +51,12 @@ def implementation(request):
 
 
 @pytest.fixture
+def default_implementation():
+    """What a call runs by default on this device, by name: for tests of what is around the call."""
+    return "xla" if why_not("native") else "native"
+
+
+@pytest.fixture
 def float64_implementation(implementation):
     """Those implementations that compute in float64 on the default device: not the CUDA kernels."""
     if reason := why_not(implementation, "float64"):
