@@ -17,7 +17,6 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["generated"]
 autodoc_typehints = "none"  # types stand with the arguments' descriptions
-nitpicky = False
 
 
 def setup(app):

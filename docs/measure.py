@@ -36,7 +36,7 @@ def with_gradients(attend: Callable) -> Callable:
 
 
 def print_errors() -> None:
-    """Largest relative error of output and gradients, norm of difference over norm."""
+    """Relative errors of output and gradients, norm of difference over norm."""
     shape = 1, 1024, 4, 64
     print("| dtype | what | " + " | ".join(CONTENDERS) + " |")
     for dtype in ("float32", "bfloat16"):

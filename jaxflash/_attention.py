@@ -95,8 +95,8 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Scaled dot-product attention in O(B*N*T) memory beyond inputs and outputs.
 
-    Takes the arguments of `jax.nn.dot_product_attention` with the same meaning, and more. For
-    query i, key j of one batch row and head:
+    Takes the arguments of `jax.nn.dot_product_attention` with the same meaning (but for
+    `implementation`), and more. For query i, key j of one batch row and head:
 
         logits_ij = soft_cap(scale * query_i . key_j) + bias_ij
         output_i = sum_j softmax_j(logits_ij, over visible j, and the sink) * value_j

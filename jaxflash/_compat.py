@@ -163,9 +163,10 @@ def spec_on_mesh(sharding: Sharding | None, mesh: AbstractMesh, rank: int) -> li
     """
     if sharding is None:
         return [()] * rank
+    hlo_sharding = sharding._to_xla_hlo_sharding(rank)
+    parse = sharding_impls.parse_flatten_op_sharding
     try:
-        hlo_sharding = sharding._to_xla_hlo_sharding(rank)
-        spec = sharding_impls.parse_flatten_op_sharding(hlo_sharding, mesh)[0]
+        spec = parse(hlo_sharding, mesh)[0]
     except Exception:  # of many kinds, by what it stumbles over
         return [()] * rank
     axes = [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +131,9 @@ class Cpu(Platform):
     # Parallel tasks that the keys of one (batch, key/value head) are dealt to: no more than this,
     # and none with fewer keys than a tile of the kernel has.
     _MAX_CHUNKS = 4
+    # How many tasks in all are enough. Not the machine's processors: sums of the same numbers, in
+    # the same order, everywhere.
+    _ENOUGH_TASKS = 8
 
     def workspace(self, call: Call) -> list[Any]:
         """A backward call's `[chunks, *b, T, N, H]` for sums of the query's cotangent.
@@ -148,7 +150,7 @@ class Cpu(Platform):
         return [call.type_of((chunks, *query.shape), dtype)]
 
     def _chunks(self, call: Call) -> int:
-        """How many tasks share the keys of one, so that there is work for every processor."""
+        """How many tasks share the keys of one, so that there are enough in all."""
         query, key, results = call.operands["query"], call.operands["key"], call.results
         # A task sums over the batch axes that the cotangents of key and value don't have.
         summed = results.get("key") or results.get("value") or (query.shape, None)
@@ -156,16 +158,9 @@ class Cpu(Platform):
         if not is_static((*batches, key.shape[-3])):
             return 1
         tasks = int(np.prod(batches, dtype=np.int64)) * key.shape[-2]
-        enough = -(-_processors() // max(tasks, 1))
+        enough = -(-self._ENOUGH_TASKS // max(tasks, 1))
         tiles = -(-key.shape[-3] // self.module.facts["tile_keys"])
         return max(1, min(enough, self._MAX_CHUNKS, tiles))
-
-
-def _processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Cuda(Platform):

@@ -14,6 +14,8 @@ from jaxflash._attention import Implementation, WindowSize, flash_attention
 try:
     import equinox as eqx
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "equinox":
+        raise
     raise ModuleNotFoundError("jaxflash.equinox needs Equinox: pip install equinox") from error
 
 __all__ = ["MultiheadAttention"]
@@ -158,8 +160,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           query: `[T, query_size]` or `[B, T, query_size]`.
           key_: `[S, key_size]` or `[B, S, key_size]`.
           value: `[S, value_size]` or `[B, S, value_size]`.
-          mask: bool, True = visible: `[T, S]` or `[N, T, S]`, in a batched call for every sequence,
-            or `[B, N, T, S]`; N may be 1. Default: all visible.
+          mask: bool, True = visible: `[T, S]` or `[N, T, S]`, in a batched call `[T, S]` for every
+            sequence or `[B, N, T, S]`; B and N may be 1. Default: all visible.
           key: JAX PRNG key, needed where there is dropout.
           inference: whether dropout is off. Default: as constructed.
           deterministic: deprecated name of `inference`.
@@ -226,6 +228,19 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 
         if query.ndim == 2:
             return attend(query, key_, value, mask, key)
+        if not query.shape[0] == key_.shape[0] == value.shape[0]:
+            raise ValueError(
+                "query, key_, value: expected one batch size, got shapes "
+                f"{query.shape}, {key_.shape}, {value.shape}"
+            )
+        if mask is not None and mask.ndim == 3:
+            raise ValueError(
+                "mask: expected [T, S] or [B, N, T, S] in a batched call (mask[:, None] where each "
+                "sequence has its own, mask[None] where each head has), got shape "
+                f"{mask.shape}"
+            )
+        if mask is not None and mask.ndim == 4 and mask.shape[0] == 1:
+            mask = mask[0]  # for every sequence
         keys = None if key is None else jax.random.split(key, query.shape[0])
         mask_axis = 0 if mask is not None and mask.ndim == 4 else None
         return jax.vmap(attend, (0, 0, 0, mask_axis, 0))(query, key_, value, mask, keys)

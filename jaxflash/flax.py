@@ -18,6 +18,8 @@ from jaxflash._dropout import SharedKey
 try:
     from flax.nnx.nn import dtypes
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "flax":
+        raise
     raise ModuleNotFoundError("jaxflash.flax needs Flax: pip install flax") from error
 
 __all__ = ["attention_fn"]
@@ -92,7 +94,7 @@ def attention_fn(
       einsum_dot_general: must be None, and so must the next two: products are the kernels' own.
       qk_attn_weights_einsum: must be None.
       attn_weights_value_einsum: must be None.
-      **options: further arguments of `flash_attention`, for instance
+      **options: further arguments of `flash_attention` but `return_residual`, for instance
         `functools.partial(attention_fn, local_window_size=(255, 0))`. Where they have a batch axis,
         it is that of all batch axes folded into one.
 
@@ -125,6 +127,9 @@ def attention_fn(
             f"dropout_rng: expected a JAX PRNG key, because dropout_rate is {rate} and "
             "deterministic is False, got None"
         )
+    dropout_key: Any = dropout_rng
+    if broadcast_dropout and dropout_rng is not None:
+        dropout_key = SharedKey(dropout_rng)
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     batch = query.shape[:-3]
     for name, array in (("key", key), ("value", value)):
@@ -142,7 +147,7 @@ def attention_fn(
             None if mask is None else _folded(jnp.asarray(mask).astype(bool), batch),
             is_causal=is_causal,
             dropout_rate=rate,
-            dropout_key=_dropout_key(dropout_rng, broadcast_dropout) if rate else None,
+            dropout_key=dropout_key if rate else None,
             **options,
         )
     output = output.reshape(*batch, *output.shape[-3:])
@@ -154,7 +159,7 @@ def attention_fn(
 def _folded(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """An array whose leading axes broadcast to those of the batch, with one axis in their place.
 
-    Without a batch, or with one axis, it keeps it.
+    With fewer than two batch axes nothing is folded.
     """
     array = array.reshape(*[1] * (len(batch) + 3 - array.ndim), *array.shape)
     own, rest = array.shape[:-3], array.shape[-3:]
@@ -164,11 +169,6 @@ def _folded(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         own = batch
         array = jnp.broadcast_to(array, (*own, *rest))
     return array.reshape(math.prod(own), *rest)
-
-
-def _dropout_key(key: Any, shared: bool) -> Any:
-    """The key with what it is used for."""
-    return SharedKey(key) if shared else key
 
 
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:

