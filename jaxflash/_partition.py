@@ -266,18 +266,18 @@ def partitioned(
         return Plan.of(mesh, layout, arrays).shardings(layout.results, results)
 
     def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]):
-        plan = Plan.of(mesh, layout, arrays)
-        run = function if mesh.empty else functools.partial(_local_call, function, plan, results)
+        to = result_shardings(mesh, arrays, results)
+        if mesh.empty:
+            run, from_ = function, (_compat.replicated(),) * len(arrays)
+        else:
+            plan = Plan.of(mesh, layout, arrays)
+            run = functools.partial(_local_call, function, plan, results)
+            from_ = plan.shardings(layout.operands, arrays)
 
         def traced(*local: jax.Array) -> Sequence[jax.Array]:
             with on_one_device():
                 return run(*local)
 
-        if mesh.empty:
-            to, from_ = ((_compat.replicated(),) * len(many) for many in (results, arrays))
-        else:
-            to = plan.shardings(layout.results, results)
-            from_ = plan.shardings(layout.operands, arrays)
         return mesh, traced, to, from_
 
     def rule(_: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:

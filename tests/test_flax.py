@@ -418,8 +418,7 @@ def test_dropout_gradients(ours, broadcast, batch, dtype):
 def test_sharded_dropout(ours, broadcast):
     """Dealt to devices by batch rows and heads, the same is dropped, and nothing is gathered."""
     devices = jax.devices("cpu")
-    if len(devices) < 4:
-        pytest.skip(f"4 CPU devices are needed, there are {len(devices)}")
+    assert len(devices) >= 4, "conftest asks for eight devices"
     mesh = Mesh(np.reshape(devices[:4], (2, 2)), ("batch", "heads"))
     (x,) = inputs(np.float32, (4, 1, 9, 2, 6))
     options = dict(dropout_rng=jax.random.key(1), dropout_rate=0.3, broadcast_dropout=broadcast)
