@@ -400,13 +400,18 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
-  __device__ __forceinline__ uint32_t rows_parity() const { return count / B::kStages & 1; }
   // Of gradients of the item before (at first, of zeros), and of the current one.
   __device__ __forceinline__ Ring<2> last_gradients() const { return {count % 4}; }
   __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + 1) % 4}; }
 
   __device__ __forceinline__ const uint8_t* query() const { return shared.query[stage()]; }
+  __device__ __forceinline__ const uint8_t* next_query() const {
+    return shared.query[(count + 1) % B::kStages];
+  }
   __device__ __forceinline__ const uint8_t* cotangent() const { return shared.cotangent[stage()]; }
+  __device__ __forceinline__ const uint8_t* next_cotangent() const {
+    return shared.cotangent[(count + 1) % B::kStages];
+  }
 
   // Every warp arrives: others might not even have seen the tile come.
   __device__ __forceinline__ void release(uint64_t& barrier) const {
@@ -417,9 +422,11 @@ struct BackwardConsumer {
     __syncwarp();  // lane 0 waits for all lanes
     if (lane() == 0) arrive(barrier);
   }
-  __device__ __forceinline__ void wait_for_rows() const {
-    wait(shared.rows_landed[stage()], rows_parity());
-    wait(shared.rows_ready[stage()], rows_parity());
+  // Of the item that is `ahead` of the current one.
+  __device__ __forceinline__ void wait_for_rows(uint32_t ahead) const {
+    const uint32_t at = (count + ahead) % B::kStages, parity = (count + ahead) / B::kStages & 1;
+    wait(shared.rows_landed[at], parity);
+    wait(shared.rows_ready[at], parity);
   }
   __device__ __forceinline__ void release_rows() const {
     release_all_lanes(shared.rows_empty[stage()]);
@@ -676,15 +683,25 @@ struct BackwardConsumer {
           params.problem.value_dim);
   }
 
-  // Calls `step` with each item, then adds what is left.
-  template <class Step>
-  __device__ __forceinline__ void for_each_item(const Step& step) {
+  // Calls `step` with each item and whether it is the last, then adds what is left. Each step starts
+  // the next item's first product, so that it is done when the next step begins; `start` starts it
+  // for the first. After the last item that product is of what lies in shared memory, and unused.
+  template <class Start, class Step>
+  __device__ __forceinline__ void for_each_item(const Start& start, const Step& step) {
     const BackwardPlan& plan = shared.plan;
     Item item = plan.first();
+    if (item.head < plan.heads) {
+      wait_for_rows(0);
+      ptx::wgmma_fence();
+      start();
+      ptx::wgmma_wait<0>();
+    }
 #pragma unroll 1
-    for (; item.head < plan.heads; item = plan.after(item)) {
+    while (item.head < plan.heads) {
       count = uniform(count);  // descriptors are made of it, and belong in uniform registers
-      step(item);
+      const Item next = plan.after(item);
+      step(item, next.head >= plan.heads);
+      item = next;
       ++count;
     }
     finish_pieces(item);
@@ -696,17 +713,15 @@ template <class T, int D>
 struct KeyOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum key_sum, value_sum;
+  typename C::Logits p;  // at the beginning of a step the products that its probabilities come of
 
-  __device__ __forceinline__ void step(const Item& item) {
-    typename C::Logits p, g;
+  __device__ __forceinline__ void step(const Item& item, bool last) {
+    typename C::Logits g;
     typename C::Operand p_operand, p_kept, g_operand;
     typename C::Piece q;
-    this->wait_for_rows();
-    ptx::wgmma_fence();
-    this->multiply_rows(this->shared.key, this->query(), p);
-    this->multiply_rows(this->shared.value, this->cotangent(), g);
-    ptx::wgmma_wait<1>();
     ptx::pin_registers(p);
+    ptx::wgmma_fence();
+    this->multiply_rows(this->shared.value, this->cotangent(), g);
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       this->make_probabilities(item, part, p);
@@ -722,19 +737,24 @@ struct KeyOwner : BackwardConsumer<T, D> {
     C::pack(g, g_operand);
     this->store_gradients(g_operand, this->next_gradients());
 
+    ptx::wgmma_wait<0>();  // done by now; operands leave their registers
+    ptx::pin_registers(p_operand);
     ptx::wgmma_fence();
     this->add_rows(g_operand, this->query(), key_sum);
     this->wait_for_gradients();
     ptx::wgmma_fence();
     this->start_piece(0, q);
+    if (!last) this->wait_for_rows(1);
     ptx::wgmma_wait<1>();
-    ptx::pin_registers(p_operand);
     ptx::pin_registers(g_operand);
     this->release_rows();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_fence();
+    this->multiply_rows(this->shared.key, this->next_query(), p);
+    ptx::wgmma_wait<1>();
     ptx::pin_registers(q);
     this->release_gradients();
     this->add_piece(0, item, q);
+    ptx::wgmma_wait<0>();
   }
 
   __device__ __forceinline__ void run() {
@@ -742,7 +762,8 @@ struct KeyOwner : BackwardConsumer<T, D> {
     C::clear(value_sum);
     wait(this->shared.keys_landed, 0);
     this->store_no_gradients();
-    this->for_each_item([&](const Item& item) { step(item); });
+    this->for_each_item([&] { this->multiply_rows(this->shared.key, this->query(), p); },
+                        [&](const Item& item, bool last) { step(item, last); });
     this->store_key(key_sum);
     this->store_value(value_sum);
   }
@@ -753,6 +774,7 @@ template <class T, int D, bool kOfValues>
 struct SumOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum sum;
+  typename C::Logits x;  // at the beginning of a step the products that p or d comes of
 
   // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
@@ -773,41 +795,41 @@ struct SumOwner : BackwardConsumer<T, D> {
     this->release_all_lanes(this->shared.passed_empty);
   }
 
-  __device__ __forceinline__ void step(const Item& item) {
+  // Starts the product that p or d comes of.
+  __device__ __forceinline__ void multiply(const uint8_t* query, const uint8_t* cotangent) {
+    this->multiply_rows(kOfValues ? this->shared.key : this->shared.value,
+                        kOfValues ? query : cotangent, x);
+  }
+
+  __device__ __forceinline__ void step(const Item& item, bool last) {
     typename C::Operand operand;
     typename C::Piece first, second;
-    this->wait_for_rows();
-    this->wait_for_gradients();
-    ptx::wgmma_fence();
+    ptx::pin_registers(x);
     if constexpr (kOfValues) {
-      typename C::Logits p;
-      this->multiply_rows(this->shared.key, this->query(), p);
-      this->start_piece(0, first);
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(p);
-      this->make_probabilities(item, 0, p);
-      pass(p);
-      C::pack(p, operand);
+      this->make_probabilities(item, 0, x);
+      pass(x);
+      C::pack(x, operand);
     } else {
-      typename C::Logits g;
-      this->multiply_rows(this->shared.value, this->cotangent(), g);
-      this->start_piece(0, first);
-      ptx::wgmma_wait<1>();
-      ptx::pin_registers(g);
-      take_gradients(g);
-      C::pack(g, operand);
+      take_gradients(x);
+      C::pack(x, operand);
       this->store_gradients(operand, this->next_gradients());
     }
     ptx::wgmma_fence();
     this->add_rows(operand, kOfValues ? this->cotangent() : this->query(), sum);
+    this->wait_for_gradients();
+    ptx::wgmma_fence();
+    this->start_piece(0, first);
+    if (!last) this->wait_for_rows(1);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(operand);
+    this->release_rows();
+    ptx::wgmma_fence();
+    multiply(this->next_query(), this->next_cotangent());
     ptx::wgmma_wait<1>();
     ptx::pin_registers(first);
     this->add_piece(0, item, first);
     ptx::wgmma_fence();
     this->start_piece(1, second);
-    ptx::wgmma_wait<1>();
-    ptx::pin_registers(operand);
-    this->release_rows();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(second);
     this->release_gradients();
@@ -818,7 +840,8 @@ struct SumOwner : BackwardConsumer<T, D> {
     C::clear(sum);
     wait(this->shared.keys_landed, 0);
     if (!kOfValues) this->store_no_gradients();
-    this->for_each_item([&](const Item& item) { step(item); });
+    this->for_each_item([&] { multiply(this->query(), this->cotangent()); },
+                        [&](const Item& item, bool last) { step(item, last); });
     kOfValues ? this->store_value(sum) : this->store_key(sum);
   }
 };
