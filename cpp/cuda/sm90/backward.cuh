@@ -95,6 +95,9 @@ struct BackwardPlan {
   int64_t key_cotangent, value_cotangent;
 
   __device__ __forceinline__ Item first() const { return {0, begin}; }
+  __device__ __forceinline__ bool is_last(const Item& item) const {
+    return item.head + 1 == heads && item.tile + 1 == end;
+  }
   // The items after and before one. There is none before the first: head -1.
   __device__ __forceinline__ Item after(const Item& item) const {
     return item.tile + 1 < end ? Item{item.head, item.tile + 1} : Item{item.head + 1, begin};
@@ -376,9 +379,9 @@ struct BackwardConsumer {
   using SumProduct = ptx::Wgmma<B::kType, D>;           // of 64 keys
   using PieceProduct = ptx::Wgmma<B::kType, 64>;        // of 64 rows
   static constexpr int kLogits = B::kRows / 2;          // a thread
-  // Where a warpgroup has both sums, registers are short: probabilities of half of the rows at a
-  // time become operands.
-  static constexpr int kParts = B::kOwnsKeys ? 2 : 1, kPartRows = B::kRows / kParts;
+  // Where a warpgroup has both sums, registers are short: probabilities of 32 rows at a time become
+  // operands.
+  static constexpr int kParts = B::kOwnsKeys ? B::kRows / 32 : 1, kPartRows = B::kRows / kParts;
   using Logits = float[kLogits];
   using Operand = uint32_t[kLogits / 2];
   using Sum = float[D / 2];
@@ -409,9 +412,6 @@ struct BackwardConsumer {
     return shared.query[(count + 1) % B::kStages];
   }
   __device__ __forceinline__ const uint8_t* cotangent() const { return shared.cotangent[stage()]; }
-  __device__ __forceinline__ const uint8_t* next_cotangent() const {
-    return shared.cotangent[(count + 1) % B::kStages];
-  }
 
   // Every warp arrives: others might not even have seen the tile come.
   __device__ __forceinline__ void release(uint64_t& barrier) const {
@@ -683,25 +683,15 @@ struct BackwardConsumer {
           params.problem.value_dim);
   }
 
-  // Calls `step` with each item and whether it is the last, then adds what is left. Each step starts
-  // the next item's first product, so that it is done when the next step begins; `start` starts it
-  // for the first. After the last item that product is of what lies in shared memory, and unused.
-  template <class Start, class Step>
-  __device__ __forceinline__ void for_each_item(const Start& start, const Step& step) {
+  // Calls `step` with each item, then adds what is left.
+  template <class Step>
+  __device__ __forceinline__ void for_each_item(const Step& step) {
     const BackwardPlan& plan = shared.plan;
     Item item = plan.first();
-    if (item.head < plan.heads) {
-      wait_for_rows(0);
-      ptx::wgmma_fence();
-      start();
-      ptx::wgmma_wait<0>();
-    }
 #pragma unroll 1
-    while (item.head < plan.heads) {
+    for (; item.head < plan.heads; item = plan.after(item)) {
       count = uniform(count);  // descriptors are made of it, and belong in uniform registers
-      const Item next = plan.after(item);
-      step(item, next.head >= plan.heads);
-      item = next;
+      step(item);
       ++count;
     }
     finish_pieces(item);
@@ -713,9 +703,20 @@ template <class T, int D>
 struct KeyOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum key_sum, value_sum;
-  typename C::Logits p;  // at the beginning of a step the products that its probabilities come of
+  // At the beginning of a step the products that its probabilities come of: each starts the next
+  // one's, which come while query sums are added.
+  typename C::Logits p;
 
-  __device__ __forceinline__ void step(const Item& item, bool last) {
+  __device__ __forceinline__ void start() {
+    if (this->shared.plan.heads == 0) return;
+    this->wait_for_rows(0);
+    ptx::wgmma_fence();
+    this->multiply_rows(this->shared.key, this->query(), p);
+    ptx::wgmma_wait<0>();
+  }
+
+  // After the last item, the product that it starts is of what lies in shared memory, and unused.
+  __device__ __forceinline__ void step(const Item& item) {
     typename C::Logits g;
     typename C::Operand p_operand, p_kept, g_operand;
     typename C::Piece q;
@@ -744,7 +745,7 @@ struct KeyOwner : BackwardConsumer<T, D> {
     this->wait_for_gradients();
     ptx::wgmma_fence();
     this->start_piece(0, q);
-    if (!last) this->wait_for_rows(1);
+    if (!this->shared.plan.is_last(item)) this->wait_for_rows(1);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(g_operand);
     this->release_rows();
@@ -762,8 +763,8 @@ struct KeyOwner : BackwardConsumer<T, D> {
     C::clear(value_sum);
     wait(this->shared.keys_landed, 0);
     this->store_no_gradients();
-    this->for_each_item([&] { this->multiply_rows(this->shared.key, this->query(), p); },
-                        [&](const Item& item, bool last) { step(item, last); });
+    start();
+    this->for_each_item([&](const Item& item) { step(item); });
     this->store_key(key_sum);
     this->store_value(value_sum);
   }
@@ -774,7 +775,6 @@ template <class T, int D, bool kOfValues>
 struct SumOwner : BackwardConsumer<T, D> {
   using C = BackwardConsumer<T, D>;
   typename C::Sum sum;
-  typename C::Logits x;  // at the beginning of a step the products that p or d comes of
 
   // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
@@ -795,41 +795,41 @@ struct SumOwner : BackwardConsumer<T, D> {
     this->release_all_lanes(this->shared.passed_empty);
   }
 
-  // Starts the product that p or d comes of.
-  __device__ __forceinline__ void multiply(const uint8_t* query, const uint8_t* cotangent) {
-    this->multiply_rows(kOfValues ? this->shared.key : this->shared.value,
-                        kOfValues ? query : cotangent, x);
-  }
-
-  __device__ __forceinline__ void step(const Item& item, bool last) {
+  __device__ __forceinline__ void step(const Item& item) {
     typename C::Operand operand;
     typename C::Piece first, second;
-    ptx::pin_registers(x);
+    this->wait_for_rows(0);
+    this->wait_for_gradients();
+    ptx::wgmma_fence();
     if constexpr (kOfValues) {
-      this->make_probabilities(item, 0, x);
-      pass(x);
-      C::pack(x, operand);
+      typename C::Logits p;
+      this->multiply_rows(this->shared.key, this->query(), p);
+      this->start_piece(0, first);
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(p);
+      this->make_probabilities(item, 0, p);
+      pass(p);
+      C::pack(p, operand);
     } else {
-      take_gradients(x);
-      C::pack(x, operand);
+      typename C::Logits g;
+      this->multiply_rows(this->shared.value, this->cotangent(), g);
+      this->start_piece(0, first);
+      ptx::wgmma_wait<1>();
+      ptx::pin_registers(g);
+      take_gradients(g);
+      C::pack(g, operand);
       this->store_gradients(operand, this->next_gradients());
     }
     ptx::wgmma_fence();
     this->add_rows(operand, kOfValues ? this->cotangent() : this->query(), sum);
-    this->wait_for_gradients();
-    ptx::wgmma_fence();
-    this->start_piece(0, first);
-    if (!last) this->wait_for_rows(1);
-    ptx::wgmma_wait<1>();
-    ptx::pin_registers(operand);
-    this->release_rows();
-    ptx::wgmma_fence();
-    multiply(this->next_query(), this->next_cotangent());
     ptx::wgmma_wait<1>();
     ptx::pin_registers(first);
     this->add_piece(0, item, first);
     ptx::wgmma_fence();
     this->start_piece(1, second);
+    ptx::wgmma_wait<1>();
+    ptx::pin_registers(operand);
+    this->release_rows();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(second);
     this->release_gradients();
@@ -840,8 +840,7 @@ struct SumOwner : BackwardConsumer<T, D> {
     C::clear(sum);
     wait(this->shared.keys_landed, 0);
     if (!kOfValues) this->store_no_gradients();
-    this->for_each_item([&] { multiply(this->query(), this->cotangent()); },
-                        [&](const Item& item, bool last) { step(item, last); });
+    this->for_each_item([&](const Item& item) { step(item); });
     kOfValues ? this->store_value(sum) : this->store_key(sum);
   }
 };
