@@ -34,23 +34,30 @@
 //     s and g; p twice; query sums  128; 64; 32       64; 32; 32       32; 16; 32
 //   shared memory taken              195 KB           194 KB           219 KB
 //
-// So shared memory comes before the tensor cores, and with dim 256 what L2 can add up. Worth
-// trying, in this order (1 and 2 compile without spills):
-//   1. tiles.h, `bulk` off for dims 64 and 128: vector reductions from registers save reading 32 KB
-//      of shared memory an item. But fence.proxy.async is a MEMBAR.CTA too, which may wait for
-//      them.
-//   2. Then a third stage of rows, for which there is room: a warpgroup that runs ahead by an item
-//      waits for copies that could not start.
-//   3. Dim 128 with bulk: kParts = 1 and p kept as floats until g is there, 48 instructions less.
-//   4. Dim 256: clusters of two blocks of neighbouring keys that exchange d (8 KB) and each add
+// So shared memory comes before the tensor cores, and with dim 256 what L2 can add up. Measured,
+// neither is what limits: an item takes 4100 clocks with dim 128, since a warpgroup's own chain of
+// products, exponentials, stores and fences is that long, and the other fills only half of its
+// gaps.
+//
+// Tried on an H200, TFLOP/s with 8192 keys (what is here: dim 64 430, dim 128 530, dim 256 435):
+//
+//   - dim 128, the next item's first product started together with the others, not after query sums
+//     are added: 495 -> 530. With dim 256, where the warpgroups hand p on, 425 -> 380: not done.
+//   - dims 64 and 128, vector reductions from registers instead of bulk copies: 431 -> 414, 438 ->
+//     414; and a third stage of rows: no change.
+//   - dim 64 with 64 rows, both products of the next item early: 430 -> 376.
+//   - blocks that deal out and plan further tiles of keys ahead, with keys in the L2 cache: 5 to 17
+//   %
+//     more with dim 64 and up to 1024 keys, but 2 to 11 % less nearly everywhere else.
+//
+// Not tried:
+//
+//   1. Dim 256: clusters of two blocks of neighbouring keys that exchange d (8 KB) and each add
 //      half of the columns of 128 keys: half of the bytes to L2. Queries by multicast.
-//   5. Query sums by products with N = 128: dim 128, one warpgroup in turn; dim 256, both pieces at
-//      once, 64 registers. 16 KB less an item.
-//   6. Dim 128 with 80 rows: 112 instead of 128 bytes a clock for s and g; 25 registers more.
-//   7. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
-//   8. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
-//   9. Query and cotangent with barriers of their own; persistent blocks, whose stores of sums and
-//      first loads overlap with others' products (short sequences).
+//   2. Short sequences, where clearing and converting query sums takes a tenth: a cluster of all
+//      tiles of keys of a head, which sums through distributed shared memory.
+//   3. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
+//   4. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
 #pragma once
 
 #include <cfloat>

@@ -53,7 +53,7 @@ struct BackwardTile {
   constexpr bool owns_keys() const { return keys == 64 * kWarpgroups; }
 };
 
-// Not measured yet: backward.cuh says what limits each, and what to try.
+// backward.cuh says what limits each, and what was tried.
 constexpr BackwardTile backward_tile(int dim) {
   // Registers a thread: sums of 64 keys, dim with 128 keys and dim / 2 with 64; s and g, rows / 2
   // each, which half as many words of operands take the place of.
