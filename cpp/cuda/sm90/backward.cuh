@@ -46,8 +46,7 @@
 //   - dims 64 and 128, vector reductions from registers instead of bulk copies: 431 -> 414, 438 ->
 //     414; and a third stage of rows: no change.
 //   - dim 64 with 64 rows, both products of the next item early: 430 -> 376.
-//   - blocks that deal out and plan further tiles of keys ahead, with keys in the L2 cache: 5 to 17
-//   %
+//   - blocks that deal out and plan further tiles of keys ahead, keys in the L2 cache: 5 to 17 %
 //     more with dim 64 and up to 1024 keys, but 2 to 11 % less nearly everywhere else.
 //
 // Not tried:
