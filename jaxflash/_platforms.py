@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,11 +177,9 @@ class Cuda(Platform):
     )
 
     def limitation(self, config: Config, operands: Mapping[str, Any], wanted: Wanted) -> str | None:
-        """Float64, symbolic shapes, and broadcast biases' gradients that must be deterministic."""
+        """Float64, and broadcast biases' gradients that must be deterministic."""
         if operands["query"].dtype == np.float64:
             return "its native kernels do not compute in float64"
-        if not all(is_static(operand.shape) for operand in operands.values()):
-            return "its native kernels have workspaces whose size cannot be told of symbolic shapes"
         full = dict(wanted)
         if config.deterministic_gradients and "bias" in full:
             query, key = operands["query"], operands["key"]
@@ -207,8 +206,16 @@ class Cuda(Platform):
             attributes["deterministic"] = np.int64(call.config.deterministic_gradients)
         return attributes
 
+    # What bounds workspaces of symbolic sizes: the least and most rows or keys of a tile, and more
+    # blocks than problems of few tiles are dealt to.
+    _LEAST_TILE, _MOST_TILE, _SPLIT_BLOCKS = 16, 128, 384
+    _STEP = 1024  # bytes
+
     def workspace(self, call: Call) -> list[Any]:
-        """As many bytes as the module asks for."""
+        """As many bytes as the module asks for, or at least as many where sizes are symbolic."""
+        if not all(is_static(operand.shape) for operand in call.operands.values()):
+            steps = -(-self._most_bytes(call) // self._STEP)
+            return [call.type_of((steps, self._STEP), jnp.uint8)]  # either fits 32 bits
         code, attributes = self.module.code, call.attributes()
         assert code is not None
         operands = _dtypes_and_shapes(call.operand_types())
@@ -222,6 +229,26 @@ class Cuda(Platform):
                 **attributes,
             )
         return [call.type_of((size,), jnp.uint8)]
+
+    def _most_bytes(self, call: Call) -> Any:
+        """No fewer bytes than the module would ask for, whatever the sizes are."""
+        query, key, results = call.operands["query"], call.operands["key"], call.results
+        rows = -(-query.shape[-3] // self._LEAST_TILE)  # in tiles, as keys
+        keys = -(-key.shape[-3] // self._LEAST_TILE)
+        batches = math.prod(batch_shape(query))
+        dim = -(-max(query.shape[-1], call.operands["value"].shape[-1]) // 64) * 64
+        floats = self._SPLIT_BLOCKS * self._MOST_TILE * (2 * dim + 2)  # of sums that are dealt
+        if "query" in results or "scale" in results:
+            floats += batches * query.shape[-2] * rows * (self._LEAST_TILE * dim + 1)
+        if "bias" in results:
+            floats += math.prod(results["bias"][0])
+        size = 4 * floats + 16 * 256  # each array is aligned
+        if "query_segment_ids" in call.operands:
+            size += 8 * batches * (rows + keys)
+        if "mask" in call.operands:
+            mask = call.operands["mask"].shape
+            size += math.prod(mask[:-2]) * rows * keys
+        return size
 
 
 def _dtypes_and_shapes(arrays: Sequence[Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from calls import Shape, make_call, normal
-from jaxflash import _modules, flash_attention
+from jaxflash import _modules, _platforms, flash_attention
 from test_compile import export
 
 pytestmark = pytest.mark.skipif(
@@ -22,8 +22,11 @@ def lowered(call, gradients=True, implementation="native"):
     def attend(arrays):
         return flash_attention(**arrays, **call.options, implementation=implementation)
 
+    def loss(arrays):
+        return attend(arrays).astype(jnp.float32).sum()
+
     def gradient(arrays):
-        return jax.grad(lambda arrays: attend(arrays).astype(jnp.float32).sum())(arrays)
+        return jax.grad(loss, allow_int=True)(arrays)
 
     return lower_for_cuda(gradient if gradients else attend, call.arrays)
 
@@ -166,3 +169,60 @@ def test_export_for_both_platforms():
     lines = [line for line in exported.mlir_module().splitlines() if "@jaxflash_forward(" in line]
     assert sorted("precision" in line for line in lines) == [False, True]
     np.testing.assert_allclose(exported.call(call.arrays), jax.jit(run)(call.arrays), rtol=1e-6)
+
+
+SIZES = [
+    Shape(B=1, T=1, S=5000, N=1, H=256),
+    Shape(B=1, T=5000, S=1, N=1, H=8),
+    Shape(B=2, T=300, S=3000, N=8, K=1, H=96, Hv=40),
+    Shape(B=40, T=129, S=65, N=4, K=2, H=64),
+    Shape(B=1, T=127, S=129, N=1, H=200),
+]
+WORKSPACE_FEATURES = {
+    "plain": {},
+    "causal, deterministic": {"is_causal": True, "deterministic_gradients": True},
+    "bias of the keys": {"bias": lambda s: np.zeros((1, s.N, 1, s.S), np.float32)},
+    "mask": {"mask": lambda s: np.ones((1, s.N, s.T, s.S), bool)},
+    "ids": {
+        "query_segment_ids": lambda s: np.zeros((s.B, s.T), np.int32),
+        "key_value_segment_ids": lambda s: np.zeros((s.B, s.S), np.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("feature", WORKSPACE_FEATURES)
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_workspaces_for_symbolic_sizes_are_large_enough(monkeypatch, shape, feature, dtype):
+    """What bounds them holds where the sizes are known."""
+    platform = _platforms.PLATFORMS["cuda"]
+    exact, checked = platform.workspace, []
+
+    def workspace(call):
+        (asked,) = exact(call)
+        most = platform._most_bytes(call)
+        assert asked.size <= most
+        checked.append(call.target.name)
+        return [asked]
+
+    monkeypatch.setattr(platform, "workspace", workspace)
+    arguments = {
+        name: value(shape) if callable(value) else value
+        for name, value in WORKSPACE_FEATURES[feature].items()
+    }
+    lowered(make_call(shape, jnp.dtype(dtype), **arguments))
+    assert checked == ["jaxflash_forward", "jaxflash_backward"]
+
+
+def test_export_with_symbolic_batch_and_lengths():
+    b, t, s = jax.export.symbolic_shape("b, t, s")
+    query = jax.ShapeDtypeStruct((b, t, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((b, s, 2, 64), jnp.bfloat16)
+    run = jax.jit(
+        jax.grad(
+            lambda q, k: flash_attention(q, k, k, implementation="native").astype("float32").sum(),
+            (0, 1),
+        )
+    )
+    exported = export(run, query, key, platforms=["cpu", "cuda"])
+    assert str(exported.out_avals[1].shape) == "(b, s, 2, 64)"
