@@ -31,14 +31,19 @@ struct HopperKernel {
   int dim;
   int value_dim;
   sm90::Reach reach;
+  bool everything;
   Error (*forward)(sm90::ForwardParams, Cursor&, bool, Stream);
 };
 
 // Smaller ones first; the last entry ends the list, which may have no other.
 constexpr HopperKernel kHopperKernels[] = {
-#define JAXFLASH_KERNEL(T, D, V, REACH)       \
-  {sm90::T::kDType, D, V, sm90::Reach::REACH, \
-   sm90::launch_forward<sm90::T, D, V, sm90::Reach::REACH>},
+#define JAXFLASH_KERNEL(T, D, V, REACH, POLICY) \
+  {sm90::T::kDType,                             \
+   D,                                           \
+   V,                                           \
+   sm90::Reach::REACH,                          \
+   sm90::POLICY::kEverything,                   \
+   sm90::launch_forward<sm90::T, D, V, sm90::Reach::REACH, sm90::POLICY>},
 #include "cuda/sm90/kernels.inc"
 #undef JAXFLASH_KERNEL
     {},
@@ -82,19 +87,20 @@ const Kernel* find_kernel(const Problem& problem) {
 constexpr int64_t kLongest = 1 << 30;  // of a Hopper kernel's queries and keys
 
 // The Hopper kernel for a problem, as far as sizes and which operands there are tell; nullptr where
-// the portable one is to run: where more than ranges must be applied, or where rows are so few that
-// keys are dealt to several blocks.
+// the portable one is to run: where rows are so few that keys are dealt to several blocks.
 const HopperKernel* find_hopper_kernel(const Problem& problem) {
   const bool empty = problem.key_length == 0;
   const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;
   const int64_t tiles = problem.batches * problem.query_heads * tiles_of(problem.query_length, 128);
   const bool split = tiles < 128 && problem.key_length >= 2048;
-  if (needs_everything(problem) || empty || huge || split) return nullptr;
+  if (empty || huge || split) return nullptr;
+  const bool everything = needs_everything(problem);
   const bool is_short = problem.key_length <= sm90::kShortKeys;
   for (const HopperKernel& kernel : kHopperKernels) {
     const bool fits = kernel.forward != nullptr && kernel.dtype == problem.query.dtype &&
                       kernel.dim >= problem.head_dim && kernel.value_dim >= problem.value_dim;
-    if (fits && (is_short || kernel.reach == sm90::Reach::kLong)) return &kernel;
+    const bool reaches = is_short || kernel.reach == sm90::Reach::kLong;
+    if (fits && reaches && kernel.everything == everything) return &kernel;
   }
   return nullptr;
 }

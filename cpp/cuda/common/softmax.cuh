@@ -54,4 +54,17 @@ struct Exponent {
   }
 };
 
+// What a row's softmax starts from: nothing, or a sink, which is a logit that is there before any
+// key.
+template <class T>
+struct SoftmaxStart {
+  float reference;
+  float sum;  // this thread's share: one of a quad counts the sink
+};
+template <class T>
+__device__ __forceinline__ SoftmaxStart<T> softmax_start(float sink) {
+  if (sink == minus_infinity()) return {Exponent<T>::kNothing, 0.f};
+  return {Exponent<T>{kLog2E}.reference(sink), (threadIdx.x & 3) == 0 ? 1.f : 0.f};
+}
+
 }  // namespace jaxflash::cuda::sm80

@@ -15,11 +15,11 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/common/rules.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/rules.cuh"
 #include "cuda/sm80/schedule.cuh"
 #include "cuda/sm80/tile.cuh"
 #include "cuda/sm80/tiles.h"
@@ -515,7 +515,7 @@ struct Backward {
     }
     if constexpr (Policy::kEverything) {
       const TilePlace place = {item.tile * kRows, first_key(), row, logits_place.column};
-      apply_rules<T, Policy, kKeys>(
+      apply_rules<T, Policy, RowTiles<kKeys>>(
           problem, head, item.checks, arrays_of(stage()), place,
           [&](int strip, int block, int i, float slope) {
             if (!wants_bias()) g[strip][block][i] *= slope;

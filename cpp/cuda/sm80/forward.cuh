@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
+#include "cuda/common/rules.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/params.h"
-#include "cuda/sm80/rules.cuh"
 #include "cuda/sm80/schedule.cuh"
 #include "cuda/sm80/tile.cuh"
 #include "cuda/sm80/tiles.h"
@@ -22,11 +22,6 @@ __device__ __forceinline__ Rows rows_of(const Tensor& tensor, const BatchIndex& 
   const int64_t offset = batch_offset(tensor, index) + head * tensor.head;
   return {static_cast<const char*>(tensor.data) + offset * size, tensor.row,
           static_cast<int>(columns), vectors};
-}
-
-template <class T, class Policy>
-__device__ __forceinline__ Exponent<T> exponent_of(const Problem& problem, const HeadView& view) {
-  return {logit_unit<T, Policy>(problem, view).nats * kLog2E};
 }
 
 // Tiles of keys [begin, end).
@@ -284,17 +279,14 @@ struct Forward {
     store_tile<Layout, 16 * kStrips, 32>(tile, rows, warp_row, problem.query_length, lane);
   }
 
-  // A sink is a logit that is there before any key; one thread of a quad counts it.
   __device__ __forceinline__ void start_rows(float sink) {
-    const bool sinks = sink != minus_infinity();
-    const float first_reference =
-        sinks ? Exponent<T>{kLog2E}.reference(sink) : Exponent<T>::kNothing;
+    const SoftmaxStart<T> start = softmax_start<T>(sink);
 #pragma unroll
     for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        reference[strip][half] = first_reference;
-        sum[strip][half] = sinks && lane_id() % 4 == 0 ? 1.f : 0.f;
+        reference[strip][half] = start.reference;
+        sum[strip][half] = start.sum;
       }
 #pragma unroll
       for (int i = 0; i < kValueBlocks * 4; ++i) output[strip][i / 4][i % 4] = 0.f;
@@ -403,12 +395,8 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
     ptx::cp_async_wait_all();
     __syncthreads();  // all wait for the view's scalars, which finish reads
   }
-  float sink = minus_infinity();
-  if (Policy::kEverything && problem.sinks.data != nullptr && blockIdx.y == 0) {
-    sink = static_cast<const float*>(
-        problem.sinks.data)[batch_offset(problem.sinks, view.index) + head * problem.sinks.head];
-  }
-  f.start_rows(sink);
+  // Of several blocks that share the keys, the first counts the sink.
+  f.start_rows(blockIdx.y == 0 ? sink_of<Policy>(problem, view.index, head) : minus_infinity());
   constexpr int kKept = F::kTile.query_in_registers ? F::kSteps : 1;
   OperandA<T> kept_query[kKept][F::kStrips];
   bool first = true;
@@ -443,7 +431,7 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
     // Behind the products, its addresses are computed while these are under way.
     if (kStages > 1 && next.tile < tiles.keys.end) f.load_keys(next, stage ^ 1);
     const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0};
-    apply_rules<T, Policy, kKeys>(
+    apply_rules<T, Policy, RowTiles<kKeys>>(
         problem, view, checks, f.array_tiles_of(stage), place, [](int, int, int, float) {}, s);
     f.move_references(s, exponent);
     // Branches around the draws alone would keep exponentials and products apart, whose overlap

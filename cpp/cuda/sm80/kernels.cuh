@@ -1,9 +1,9 @@
 // The kernels there are, as the dispatcher sees them; kernels.inc lists them.
 #pragma once
 
+#include "cuda/common/rules.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/launch.cuh"
-#include "cuda/sm80/rules.cuh"
 
 namespace jaxflash::cuda::sm80 {
 

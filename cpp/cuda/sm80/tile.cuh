@@ -28,6 +28,7 @@ struct TileLayout {
                                : kChunks % 4 == 0 ? 4
                                : kChunks % 2 == 0 ? 2
                                                   : 1;
+  static constexpr int kSpanStride = kSpan * 16;  // bytes from one such span of a row to the next
   static_assert(kRowBytes % 16 == 0);
 
   static __device__ __forceinline__ uint32_t mask(uint32_t row) {

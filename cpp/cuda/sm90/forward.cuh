@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/visibility.h"
+#include "cuda/common/rules.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/tma.cuh"
@@ -26,8 +27,11 @@
 namespace jaxflash::cuda::sm90 {
 
 using sm80::BF16;
+using sm80::Everything;
 using sm80::Exponent;
 using sm80::F16;
+using sm80::Ranges;
+using sm80::Visit;
 
 // Tiles of keys [begin, end); they are visited last first.
 struct KeyTiles {
@@ -45,9 +49,18 @@ struct RowKeys {
   __device__ __forceinline__ int clamped(int key) const { return max(0, min(key, length)); }
 };
 
+// What all rules need of a plan beside what ranges do.
+template <class Policy>
+struct PlanRules {};
+template <>
+struct PlanRules<Everything> {
+  sm80::HeadView view;
+  float sink;  // minus infinity: none
+};
+
 // What a block is to do with one tile of rows.
-template <int kWarpgroups>
-struct Plan {
+template <int kWarpgroups, class Policy>
+struct Plan : PlanRules<Policy> {
   int stop;  // whether there is nothing to do any more
   int first_row;
   KeyTiles keys;                // that come by
@@ -72,9 +85,10 @@ __device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
           static_cast<int>(extent.key_length)};
 }
 
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 struct Forward {
-  static constexpr ForwardTile kTile = forward_tile(D, V, kReach);
+  static constexpr ForwardTile kTile =
+      Policy::kEverything ? everything_tile(D, V) : forward_tile(D, V, kReach);
   static constexpr int kWarpgroups = kTile.warpgroups, kKeys = kTile.keys;
   static constexpr int kQueryStages = kTile.query_stages, kStages = kTile.stages;
   static constexpr int kCluster = kTile.cluster;
@@ -88,6 +102,7 @@ struct Forward {
   static constexpr int kQueryBytes = kPanels * kQueryPanelBytes;
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kValueBytes = kValuePanels * kKeyPanelBytes;
+  using Plan = sm90::Plan<kWarpgroups, Policy>;
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
 
@@ -106,14 +121,39 @@ struct Forward {
     uint64_t unit_empty;             // in the first block
     uint64_t plan_full[kPlans], plan_empty[kPlans];
     uint32_t unit;
-    Plan<kWarpgroups> plans[kPlans];
+    Plan plans[kPlans];
+    // Everything: which tile's keys a stage has; written before these come.
+    Visit visits[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
+  static_assert(!Policy::kEverything || kCluster == 1, "blocks see tiles of their own");
 };
 
 __device__ __forceinline__ KeyTiles uniform(const KeyTiles& tiles) {
   return {uniform(tiles.begin), uniform(tiles.end)};
 }
+
+// Everything: what must be checked in a tile, for the rows of a plan.
+template <class F>
+__device__ __forceinline__ int checks_of(const ForwardParams& params, const typename F::Plan& plan,
+                                         int tile) {
+  return sm80::tile_checks<Everything, F::kRows, F::kKeys>(params.problem, params.maps, plan.view,
+                                                           plan.first_row / F::kRows, tile);
+}
+
+// As TileScan, but from tiles before `end` downwards.
+struct DownwardScan {
+  int end;
+  sm80::TileScan scan;
+
+  // The last that is not hidden in [begin, tile], or begin - 1.
+  template <class ChecksOf>
+  __device__ __forceinline__ Visit next(int tile, int begin, const ChecksOf& checks_of) {
+    const Visit found =
+        scan.next(end - 1 - tile, end - begin, [&](int back) { return checks_of(end - 1 - back); });
+    return {end - 1 - found.tile, found.checks};
+  }
+};
 
 template <int kCluster>
 __device__ __forceinline__ uint32_t rank_in_cluster() {
@@ -121,9 +161,10 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
 }
 
 // The warp that deals out work: units, each a head's tile of rows of the cluster.
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 struct Planner {
-  using F = Forward<T, D, V, kReach>;
+  using F = Forward<T, D, V, kReach, Policy>;
+  using Plan = typename F::Plan;
   static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
 
   const ForwardParams& params;
@@ -142,8 +183,35 @@ struct Planner {
     return {static_cast<int>((static_cast<uint32_t>(keys.begin) + kKeys - 1) / kKeys),
             static_cast<int>(static_cast<uint32_t>(keys.end) / kKeys)};
   }
+  // Of `tiles` those between the first and the last that are not hidden.
+  __device__ __forceinline__ KeyTiles visible(const Plan& plan, const KeyTiles& tiles) const {
+    const auto checks = [&](int tile) { return checks_of<F>(params, plan, tile); };
+    const int begin = sm80::TileScan().next(tiles.begin, tiles.end, checks).tile;
+    return {begin, DownwardScan{tiles.end}.next(tiles.end - 1, begin, checks).tile + 1};
+  }
+  // Fills in what the rules need, each lane its part.
+  __device__ __forceinline__ void plan_rules(PlanRules<Policy>& rules, const Extent& extent,
+                                             const BatchIndex& index, int64_t batch,
+                                             int64_t head) const {
+    const Problem& problem = params.problem;
+    sm80::HeadView& view = rules.view;
+    if (lane() == 0) {
+      view.extent = extent;
+      view.index = index;
+      view.head = head;
+      view.batch = batch;
+      sm80::find_arrays<Policy>(problem, params.maps, view);
+    }
+    if (lane() == 1) view.scale = batch_value<float>(problem.scale, index, 1.f);
+    if (lane() == 2) rules.sink = sm80::sink_of<Policy>(problem, index, head);
+    if (lane() < 4 && problem.dropout_stream.data != nullptr) {
+      view.stream[lane()] = static_cast<const uint32_t*>(
+          problem.dropout_stream.data)[batch_offset(problem.dropout_stream, index) +
+                                       head * problem.dropout_stream.head + lane()];
+    }
+  }
   // Fills in the plan of a unit, each lane its part.
-  __device__ __forceinline__ void make_plan(Plan<kWarpgroups>& plan, uint32_t unit) const {
+  __device__ __forceinline__ void make_plan(Plan& plan, uint32_t unit) const {
     const Problem& problem = params.problem;
     const sm80::Work work = sm80::work_of(params.schedule, unit);
     const uint32_t batch = work.head / static_cast<uint32_t>(problem.query_heads);
@@ -154,14 +222,20 @@ struct Planner {
     const Extent extent = extent_of(problem, index);
     const int cluster_row = work.tile * (kCluster * F::kRows);
     const int first_row = cluster_row + rank() * F::kRows;
+    if constexpr (Policy::kEverything) plan_rules(plan, extent, index, batch, head);
 
     // The first lanes look at the rows of a warpgroup each, the others at those of the cluster.
     const bool of_warpgroup = lane() < kWarpgroups;
     const int64_t row = of_warpgroup ? first_row + 64 * lane() : cluster_row;
     const Range rows = {row, row + (of_warpgroup ? 64 : kCluster * F::kRows)};
     KeyTiles seen = tiles_of_any(keys_of_any_row(extent, rows));
-    const KeyTiles all = {__shfl_sync(0xffffffffu, seen.begin, kWarpgroups),
-                          __shfl_sync(0xffffffffu, seen.end, kWarpgroups)};
+    KeyTiles all = {__shfl_sync(0xffffffffu, seen.begin, kWarpgroups),
+                    __shfl_sync(0xffffffffu, seen.end, kWarpgroups)};
+    if constexpr (Policy::kEverything) {
+      if (lane() == 0) plan.first_row = first_row;
+      __syncwarp();  // all lanes wait for what lanes 0 and up have filled in
+      seen = all = visible(plan, all);
+    }
     if (of_warpgroup) {
       if (seen.end <= seen.begin) seen = {all.begin, all.begin};
       plan.seen[lane()] = seen;
@@ -221,7 +295,7 @@ struct Planner {
     int parity = 0;
     for (uint32_t unit = cluster;; unit = unit_after(unit, clusters, parity), parity ^= 1) {
       wait(shared.plan_empty[plans.stage()], plans.parity() ^ 1);
-      Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
+      Plan& plan = shared.plans[plans.stage()];
       const bool stop = unit >= units;
       if (lane() == 0) plan.stop = stop;
       if (!stop) make_plan(plan, unit);
@@ -234,9 +308,10 @@ struct Planner {
 };
 
 // The warps that have tiles copied, one each for queries, keys and values.
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 struct Loader {
-  using F = Forward<T, D, V, kReach>;
+  using F = Forward<T, D, V, kReach, Policy>;
+  using Plan = typename F::Plan;
   static constexpr int kCluster = F::kCluster, kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
 
   const ForwardParams& params;
@@ -251,7 +326,7 @@ struct Loader {
   __device__ __forceinline__ void for_each_plan(const Load& load) {
     for (Ring<F::kPlans> plans;; plans.advance()) {
       wait(shared.plan_full[plans.stage()], plans.parity());
-      const Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
+      const Plan& plan = shared.plans[plans.stage()];
       if (plan.stop) return;
       load(plan);
       __syncwarp();  // lane 0 waits for all lanes to have read it
@@ -259,9 +334,25 @@ struct Loader {
     }
   }
 
+  // Calls `load` with each tile of keys that the plan's rows see, last first.
+  template <class Load>
+  __device__ __forceinline__ void for_each_tile(const Plan& plan, const Load& load) const {
+    const KeyTiles keys = plan.keys;
+    if constexpr (Policy::kEverything) {
+      const auto checks = [&](int tile) { return checks_of<F>(params, plan, tile); };
+      DownwardScan scan = {keys.end};
+      for (Visit visit = scan.next(keys.end - 1, keys.begin, checks); visit.tile >= keys.begin;
+           visit = scan.next(visit.tile - 1, keys.begin, checks)) {
+        load(visit);
+      }
+    } else {
+      for (int tile = keys.end - 1; tile >= keys.begin; --tile) load(Visit{tile, 0});
+    }
+  }
+
   __device__ __forceinline__ void load_queries() {
     Ring<F::kQueryStages> ring;
-    for_each_plan([&](const Plan<kWarpgroups>& plan) {
+    for_each_plan([&](const Plan& plan) {
       for (int w = 0; w < kWarpgroups; ++w) {
         wait(shared.query_empty[ring.stage()][w], ring.parity() ^ 1);
         if (lane() != 0) continue;
@@ -299,13 +390,14 @@ struct Loader {
 
   __device__ __forceinline__ void load_keys() {
     Ring<F::kStages> ring;
-    for_each_plan([&](const Plan<kWarpgroups>& plan) {
-      for (int tile = plan.keys.end - 1; tile >= plan.keys.begin; --tile) {
+    for_each_plan([&](const Plan& plan) {
+      for_each_tile(plan, [&](const Visit& visit) {
         wait(shared.key_empty[ring.stage()], ring.parity() ^ 1);
-        copy_keys<F::kPanels>(params.key, plan.key, tile, shared.key[ring.stage()],
+        if (Policy::kEverything && lane() == 0) shared.visits[ring.stage()] = visit;
+        copy_keys<F::kPanels>(params.key, plan.key, visit.tile, shared.key[ring.stage()],
                               shared.key_full[ring.stage()]);
         ring.advance();
-      }
+      });
     });
   }
 
@@ -314,14 +406,14 @@ struct Loader {
   __device__ __forceinline__ void load_values() {
     Ring<F::kStages> ring;
     uint32_t landed = 0;  // parities, a bit a stage
-    for_each_plan([&](const Plan<kWarpgroups>& plan) {
+    for_each_plan([&](const Plan& plan) {
       const int length = plan.row_keys.length;
-      for (int tile = plan.keys.end - 1; tile >= plan.keys.begin; --tile) {
+      for_each_tile(plan, [&](const Visit& visit) {
         wait(shared.value_empty[ring.stage()], ring.parity() ^ 1);
-        const int left = length - tile * kKeys;
+        const int left = length - visit.tile * kKeys;
         const bool whole = left >= kKeys || length == params.problem.key_length;
         uint64_t& full = shared.value_full[ring.stage()];
-        copy_keys<F::kValuePanels>(params.value, plan.value, tile, shared.value[ring.stage()],
+        copy_keys<F::kValuePanels>(params.value, plan.value, visit.tile, shared.value[ring.stage()],
                                    whole ? full : shared.value_landed[ring.stage()]);
         if (!whole) {
           wait(shared.value_landed[ring.stage()], landed >> ring.stage() & 1);
@@ -330,7 +422,7 @@ struct Loader {
           if (lane() == 0) arrive(full);
         }
         ring.advance();
-      }
+      });
     });
   }
 
@@ -348,9 +440,10 @@ struct Loader {
 };
 
 // One warpgroup.
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 struct Consumer {
-  using F = Forward<T, D, V, kReach>;
+  using F = Forward<T, D, V, kReach, Policy>;
+  using Plan = typename F::Plan;
   using LogitProduct = ptx::Wgmma<F::kType, F::kKeys>;
   using OutputProduct = ptx::Wgmma<F::kType, V>;
   static constexpr int kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
@@ -465,6 +558,15 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
+  // The tile whose keys have come, the next to be seen after `tile`.
+  __device__ __forceinline__ Visit visit_after(int tile) const {
+    if constexpr (Policy::kEverything) {
+      const Visit& visit = shared.visits[keys.stage()];
+      return {uniform(visit.tile), uniform(visit.checks)};
+    }
+    return {tile - 1, 0};
+  }
+
   // Minus infinity where a key is outside the row's range.
   __device__ __forceinline__ void hide_outside(const RowKeys& row_keys, int first_row, int tile,
                                                float (&s)[kLogits]) const {
@@ -517,11 +619,13 @@ struct Consumer {
     for (int i = 0; i < kLogits / 2; ++i) p[i] = sm80::pack(T(), s[2 * i], s[2 * i + 1]);
   }
 
-  __device__ __forceinline__ void start_rows() {
+  __device__ __forceinline__ void start_rows(const Plan& plan) {
+    sm80::SoftmaxStart<T> start = {Exponent<T>::kNothing, 0.f};
+    if constexpr (Policy::kEverything) start = sm80::softmax_start<T>(plan.sink);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      reference[half] = Exponent<T>::kNothing;
-      sum[half] = 0.f;
+      reference[half] = start.reference;
+      sum[half] = start.sum;
     }
   }
   __device__ __forceinline__ void clear_output() {
@@ -529,11 +633,10 @@ struct Consumer {
     for (int i = 0; i < V / 2; ++i) output[i] = 0.f;
   }
 
-  // From products to probabilities. Logits are in units of the scale, so that products need no
-  // multiplication but where it is zero or negative.
-  __device__ __forceinline__ void make_probabilities(const Plan<kWarpgroups>& plan,
-                                                     const Unit& unit, int tile,
-                                                     float (&s)[kLogits], float (&shrink)[2]) {
+  // From products to logits by ranges alone. Logits are in units of the scale, so that products
+  // need no multiplication but where it is zero or negative.
+  __device__ __forceinline__ Exponent<T> apply_ranges(const Plan& plan, const Unit& unit, int tile,
+                                                      float (&s)[kLogits]) const {
     const bool zero = unit.scale == 0.f;
     if (unit.scale <= 0.f) {
       const float factor = zero ? 0.f : -1.f;
@@ -543,17 +646,62 @@ struct Consumer {
     if (tile < unit.whole.begin || tile >= unit.whole.end) {
       hide_outside(plan.row_keys, plan.first_row, tile, s);
     }
-    softmax(s, Exponent<T>{zero ? 1.f : fabsf(unit.scale) * sm80::kLog2E}, shrink);
+    return {zero ? 1.f : fabsf(unit.scale) * sm80::kLog2E};
+  }
+
+  // Accumulators of wgmma as the rules have those of one strip of mma.sync: in both, elements 4j ..
+  // 4j + 3 are columns 8j + 2 * (lane % 4) + {0, 1, 0, 1} of the warp's rows lane / 4 +
+  // {0, 0, 8, 8}.
+  using Strip = float[1][kKeys / 8][4];
+  static __device__ __forceinline__ Strip& as_strip(float (&s)[kLogits]) {
+    return reinterpret_cast<Strip&>(s);
+  }
+
+  // Likewise by all rules.
+  __device__ __forceinline__ Exponent<T> apply_everything(const Plan& plan, const Visit& visit,
+                                                          float (&s)[kLogits]) const {
+    const sm80::HeadView& view = plan.view;
+    const sm80::TilePlace place = {plan.first_row + 64 * warpgroup, visit.tile * kKeys,
+                                   16 * (thread() >> 5), 0};
+    sm80::apply_rules<T, Policy, sm80::RowTiles<kKeys>>(
+        params.problem, view, visit.checks, sm80::ArrayTiles{0, 0}, place,
+        [](int, int, int, float) {}, as_strip(s));
+    return sm80::exponent_of<T, Policy>(params.problem, view);
+  }
+
+  // Zeros where dropout keeps no probability.
+  __device__ __forceinline__ void drop(const Plan& plan, int tile, float (&s)[kLogits]) const {
+    const int warp_row = plan.first_row + 64 * warpgroup + 16 * (thread() >> 5);
+#pragma unroll
+    for (int sixteen = 0; sixteen < kKeys / 16; ++sixteen) {
+      sm80::for_each_draw(params.problem, plan.view, warp_row, tile * kKeys + 16 * sixteen,
+                          [&](int i, bool kept) {
+                            if (!kept) s[8 * sixteen + i] = 0.f;
+                          });
+    }
+  }
+
+  // From products to probabilities.
+  __device__ __forceinline__ void make_probabilities(const Plan& plan, const Unit& unit,
+                                                     const Visit& visit, float (&s)[kLogits],
+                                                     float (&shrink)[2]) {
+    if constexpr (Policy::kEverything) {
+      softmax(s, apply_everything(plan, visit, s), shrink);
+      if (params.problem.dropout_threshold != 0) drop(plan, visit.tile, s);
+    } else {
+      softmax(s, apply_ranges(plan, unit, visit.tile, s), shrink);
+    }
     ptx::pin_registers(s);
   }
 
   // The first tile of keys after a pause.
-  __device__ __forceinline__ void open(const Plan<kWarpgroups>& plan, const Unit& unit) {
+  __device__ __forceinline__ void open(const Plan& plan, const Unit& unit) {
     const KeyTiles seen = unit.seen;
     float s[kLogits], shrink[2];
     wait_for_queries();
     take_turn();
     wait_for_keys();
+    const Visit visit = visit_after(seen.end);
     ptx::wgmma_fence();
     multiply_keys(s);
     ptx::wgmma_wait<0>();
@@ -561,18 +709,18 @@ struct Consumer {
     ptx::pin_registers(s);
     release_keys();
     if (seen.end - 1 == seen.begin) release_queries();
-    make_probabilities(plan, unit, seen.end - 1, s, shrink);
+    make_probabilities(plan, unit, visit, s, shrink);
     pack(s);
     if (seen.end - 1 != seen.begin) wait_for_keys();
   }
 
   // Q K^T and the softmax of a tile, and P V of the one before it, which belongs to the same rows.
-  __device__ __forceinline__ void step(const Plan<kWarpgroups>& plan, const Unit& unit, int tile) {
-    const bool last = tile == unit.seen.begin;
+  __device__ __forceinline__ void step(const Plan& plan, const Unit& unit, const Visit& visit) {
+    const bool last = visit.tile == unit.seen.begin;
     float s[kLogits], shrink[2];
     start_products(s);
     if (last) release_queries();
-    make_probabilities(plan, unit, tile, s, shrink);
+    make_probabilities(plan, unit, visit, s, shrink);
     finish_products(last);
     pack(s);
 #pragma unroll
@@ -580,18 +728,18 @@ struct Consumer {
   }
 
   // Likewise where the tile is the first of other rows, of plan `next`.
-  __device__ __forceinline__ void step_to(const Plan<kWarpgroups>& next, const Unit& unit,
-                                          const Plan<kWarpgroups>& plan) {
+  __device__ __forceinline__ void step_to(const Plan& next, const Unit& unit, const Plan& plan) {
     const KeyTiles seen = unit.seen;
     const bool last = seen.end - 1 == seen.begin;
     float s[kLogits], normalise[2], shrink[2];
     finish_statistics(plan, normalise);
-    start_rows();
+    start_rows(next);
     wait_for_queries();
     wait_for_keys();
+    const Visit visit = visit_after(seen.end);
     start_products(s);
     if (last) release_queries();
-    make_probabilities(next, unit, seen.end - 1, s, shrink);
+    make_probabilities(next, unit, visit, s, shrink);
     finish_products(last);
     pack(s);
     store_output(plan, normalise);
@@ -633,17 +781,20 @@ struct Consumer {
 
   // The log-sum-exp of the rows, and what their outputs are to be multiplied by: 0 where they are
   // to be 0 whatever was summed.
-  __device__ __forceinline__ void finish_statistics(const Plan<kWarpgroups>& plan,
-                                                    float (&normalise)[2]) const {
+  __device__ __forceinline__ void finish_statistics(const Plan& plan, float (&normalise)[2]) const {
     const Statistics& statistics = params.statistics;
     auto* const logit_max = static_cast<float*>(statistics.logit_max.data) + plan.logit_max;
     auto* const log_sum = static_cast<float*>(statistics.log_sum.data) + plan.log_sum;
+    float kept = 1.f;
+    if (Policy::kEverything && params.problem.dropout_threshold != 0) {
+      kept = static_cast<float>(dropout_keep_scale(params.problem.dropout_threshold));
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = plan.first_row + row() + 8 * half;
       const float total = sm80::quad_sum(sum[half]);
       const bool sees = total != 0.f && at < plan.query_length;
-      normalise[half] = sees ? 1.f / total : 0.f;
+      normalise[half] = sees ? kept / total : 0.f;
       if (at >= params.problem.query_length || (threadIdx.x & 3) != 0) continue;
       logit_max[at * statistics.logit_max.row] =
           sees ? Exponent<T>::logit_max(reference[half]) : sm80::minus_infinity();
@@ -652,7 +803,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void store_output(const Plan<kWarpgroups>& plan,
+  __device__ __forceinline__ void store_output(const Plan& plan,
                                                const float (&normalise)[2]) const {
     const int lane = threadIdx.x & 3;
 #pragma unroll
@@ -678,7 +829,7 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void finish(const Plan<kWarpgroups>& plan) const {
+  __device__ __forceinline__ void finish(const Plan& plan) const {
     float normalise[2];
     finish_statistics(plan, normalise);
     store_output(plan, normalise);
@@ -686,7 +837,7 @@ struct Consumer {
 
   __device__ __forceinline__ Unit next_unit() const {
     wait(shared.plan_full[plans.stage()], plans.parity());
-    const Plan<kWarpgroups>& plan = shared.plans[plans.stage()];
+    const Plan& plan = shared.plans[plans.stage()];
     return {uniform(plan.stop) != 0, uniform(plan.keys), uniform(plan.seen[warpgroup]),
             uniform(plan.whole[warpgroup]), plan.scale};
   }
@@ -700,10 +851,10 @@ struct Consumer {
     bool opened = false;                            // whether the unit's first tile has been
     for (Unit unit = next_unit(); !unit.stop;) {
       const uint32_t stage = plans.stage();
-      const Plan<kWarpgroups>& plan = shared.plans[stage];
+      const Plan& plan = shared.plans[stage];
       if (!opened) {
         skip_tiles(unit.seen.end, unit.keys.end);
-        start_rows();
+        start_rows(plan);
         clear_output();
         if (unit.sees()) {
           open(plan, unit);
@@ -712,7 +863,11 @@ struct Consumer {
           release_queries();
         }
       }
-      for (int tile = unit.seen.end - 2; tile >= unit.seen.begin; --tile) step(plan, unit, tile);
+      for (int tile = unit.seen.end - 1; tile > unit.seen.begin;) {
+        const Visit visit = visit_after(tile);
+        step(plan, unit, visit);
+        tile = visit.tile;
+      }
 
       plans.advance();
       const Unit next = next_unit();
@@ -730,10 +885,10 @@ struct Consumer {
   }
 };
 
-template <class T, int D, int V, Reach kReach>
-__global__ void __launch_bounds__(Forward<T, D, V, kReach>::kThreads, 1)
+template <class T, int D, int V, Reach kReach, class Policy>
+__global__ void __launch_bounds__(Forward<T, D, V, kReach, Policy>::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
-  using F = Forward<T, D, V, kReach>;
+  using F = Forward<T, D, V, kReach, Policy>;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename F::Shared*>(memory);
   const uint32_t cluster = blockIdx.x / F::kCluster, clusters = gridDim.x / F::kCluster;
@@ -770,16 +925,16 @@ __global__ void __launch_bounds__(Forward<T, D, V, kReach>::kThreads, 1)
   if (warp < 4) {
     ptx::give_registers<F::kProducerRegisters>();
     if (warp == 0) {
-      Planner<T, D, V, kReach>{params, shared}.run(cluster, clusters);
+      Planner<T, D, V, kReach, Policy>{params, shared}.run(cluster, clusters);
     } else {
-      Loader<T, D, V, kReach> loader = {params, shared};
+      Loader<T, D, V, kReach, Policy> loader = {params, shared};
       if (warp == 1) loader.load_queries();
       if (warp == 2) loader.load_keys();
       if (warp == 3) loader.load_values();
     }
   } else {
     ptx::take_registers<F::kConsumerRegisters>();
-    Consumer<T, D, V, kReach>{params, shared, warp / 4 - 1}.run();
+    Consumer<T, D, V, kReach, Policy>{params, shared, warp / 4 - 1}.run();
   }
   // No block leaves while others may arrive at its barriers.
   if (F::kCluster > 1) ptx::cluster_sync();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/common/launch.cuh"
+#include "cuda/common/maps.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_map.h"
@@ -22,13 +23,13 @@ inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t clu
   return static_cast<uint32_t>(std::min(heads, total));
 }
 
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream) {
   static KernelCache cache;
-  using F = Forward<T, D, V, kReach>;
+  using F = Forward<T, D, V, kReach, Policy>;
   constexpr ForwardTile kTile = F::kTile;
   constexpr int kShared = sizeof(typename F::Shared);
-  const auto kernel = forward_kernel<T, D, V, kReach>;
+  const auto kernel = forward_kernel<T, D, V, kReach, Policy>;
   const Problem& problem = params.problem;
   const int64_t heads = problem.batches * problem.query_heads;
   const int64_t tiles = tiles_of(problem.query_length, kTile.rows() * kTile.cluster);
@@ -36,10 +37,11 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
   if (heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 tiles";
 
   // Tiles that take equally long come in a fixed order, which needs no count.
-  const bool uneven = problem.window_left != kUnlimited || problem.window_right != kUnlimited ||
-                      problem.query_lengths.data != nullptr ||
+  const bool uneven = Policy::kEverything || problem.window_left != kUnlimited ||
+                      problem.window_right != kUnlimited || problem.query_lengths.data != nullptr ||
                       problem.key_value_lengths.data != nullptr;
   if (uneven) params.next_unit = cursor.take<uint32_t>(1);
+  if (Policy::kEverything) params.maps = take_maps(problem, kTile.rows(), kTile.keys, cursor);
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
@@ -65,6 +67,7 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
     error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
   }
   if (error != nullptr) return error;
+  if (Policy::kEverything) launch_maps(problem, kTile.rows(), kTile.keys, params.maps, stream);
 
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);

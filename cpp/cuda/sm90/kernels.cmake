@@ -1,13 +1,17 @@
 # The Hopper kernels there are: one list a direction for instantiations and dispatch.
 #
-# An entry of the forward kernels is (dtype tag, padded head dim, padded value dim, reach). The largest is the fallback
-# of all that are smaller, so any two dims up to 256 find one. Of the backward kernels: (dtype tag, padded dim of both).
+# An entry of the forward kernels is (dtype tag, padded head dim, padded value dim, reach, policy). The largest of a
+# policy is the fallback of all that are smaller, so any two dims up to 256 find one. Of the backward kernels: (dtype
+# tag, padded dim of both).
 set(JAXFLASH_SM90_KERNELS "")
 set(JAXFLASH_SM90_BACKWARD_KERNELS "")
 foreach(T IN ITEMS BF16 F16)
   foreach(TILE IN ITEMS "64 64 kLong" "96 96 kLong" "128 128 kShort" "128 128 kLong" "192 128 kLong" "192 192 kLong"
                         "256 256 kLong")
-    list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE}")
+    list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE} Ranges")
+  endforeach()
+  foreach(TILE IN ITEMS "64 64 kLong" "128 128 kLong" "256 256 kLong")
+    list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE} Everything")
   endforeach()
   foreach(D IN ITEMS 64 128 256)
     list(APPEND JAXFLASH_SM90_BACKWARD_KERNELS "${T} ${D}")
@@ -37,8 +41,9 @@ function(jaxflash_sm90_kernels folder enabled sources)
       list(GET parts 1 D)
       list(GET parts 2 V)
       list(GET parts 3 REACH)
-      string(APPEND list "JAXFLASH_KERNEL(${T}, ${D}, ${V}, ${REACH})\n")
-      set(file "${folder}/cuda/sm90/forward_${T}_${D}_${V}_${REACH}.cu")
+      list(GET parts 4 POLICY)
+      string(APPEND list "JAXFLASH_KERNEL(${T}, ${D}, ${V}, ${REACH}, ${POLICY})\n")
+      set(file "${folder}/cuda/sm90/forward_${T}_${D}_${V}_${REACH}_${POLICY}.cu")
       configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/forward.cu.in" "${file}" @ONLY)
       list(APPEND files "${file}")
     endforeach()

@@ -2,6 +2,7 @@
 // list them.
 #pragma once
 
+#include "cuda/common/rules.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/tensor_map.h"
@@ -9,10 +10,13 @@
 namespace jaxflash::cuda::sm90 {
 
 using sm80::BF16;
+using sm80::Everything;
 using sm80::F16;
+using sm80::Ranges;
 
-#define JAXFLASH_KERNEL(T, D, V, REACH) \
-  extern template Error launch_forward<T, D, V, Reach::REACH>(ForwardParams, Cursor&, bool, Stream);
+#define JAXFLASH_KERNEL(T, D, V, REACH, POLICY)                                               \
+  extern template Error launch_forward<T, D, V, Reach::REACH, POLICY>(ForwardParams, Cursor&, \
+                                                                      bool, Stream);
 #include "cuda/sm90/kernels.inc"
 #undef JAXFLASH_KERNEL
 

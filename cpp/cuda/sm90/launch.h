@@ -10,7 +10,7 @@ namespace jaxflash::cuda::sm90 {
 
 // Launches the forward kernel. With `launch` false it only adds up the workspace that it would
 // take.
-template <class T, int D, int V, Reach kReach>
+template <class T, int D, int V, Reach kReach, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream);
 
 // Launches the backward kernel and what belongs before and after it; likewise.

@@ -31,6 +31,9 @@ struct ForwardParams {
   uint32_t group = 1;  // query heads a key head
   // How many tiles were dealt out beside the first ones, 0 at first; nullptr: in a fixed order.
   uint32_t* next_unit = nullptr;
+
+  // Everything only.
+  sm80::TileMaps maps;
 };
 
 struct BackwardParams {

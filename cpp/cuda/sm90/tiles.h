@@ -37,6 +37,13 @@ constexpr ForwardTile forward_tile(int dim, int value_dim, Reach reach) {
   return {2, 80, 1, 2, 2};
 }
 
+// Of kernels that apply all rules.
+constexpr ForwardTile everything_tile(int dim, int value_dim) {
+  if (dim <= 64 && value_dim <= 64) return {2, 128, 2, 2, 1};
+  if (dim <= 128 && value_dim <= 128) return {2, 128, 1, 2, 1};
+  return {2, 64, 1, 2, 1};
+}
+
 // Two consumer warpgroups.
 struct BackwardTile {
   int keys;    // of a block

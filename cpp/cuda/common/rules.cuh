@@ -243,12 +243,19 @@ __device__ __forceinline__ bool has_pairs(const Problem& problem, const Tensor& 
   return tensor.column == 1 && even && reinterpret_cast<uintptr_t>(tensor.data) % (2 * size) == 0;
 }
 
-// Calls `visit(strip, block, half, pair)` with the elements of a tile [rows][kTileKeys] in shared
-// memory at two neighbouring columns.
-template <class E, int kTileKeys, int kStrips, int kBlocks, class Visitor>
+// How tiles [rows][kKeys] of bias and mask lie in shared memory.
+template <int kKeys>
+struct RowTiles {
+  template <class E>
+  using Layout = TileLayout<E, kKeys>;
+};
+
+// Calls `visit(strip, block, half, pair)` with the elements of a tile in shared memory at two
+// neighbouring columns.
+template <class Layout, int kStrips, int kBlocks, class Visitor>
 __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePlace& place,
                                                      const Visitor& visit) {
-  using Layout = TileLayout<E, kTileKeys>;
+  using E = typename Layout::T;
   constexpr int kSpanBytes = Layout::kSpan * 16;
   const int lane = threadIdx.x & 31;
   // Blocks of 8 columns are reached by an XOR within the permutation's span, rows by an addition.
@@ -260,8 +267,8 @@ __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePl
     for (int block = 0; block < kBlocks; ++block) {
       const int bytes = 8 * block * kSize<E>;
       visit(i / 2, block, i % 2,
-            shared_pair<E>((base ^ (bytes % kSpanBytes)) + bytes / kSpanBytes * kSpanBytes +
-                           8 * i * Layout::kRowBytes));
+            shared_pair<E>((base ^ (bytes % kSpanBytes)) +
+                           bytes / kSpanBytes * Layout::kSpanStride + 8 * i * Layout::kRowBytes));
     }
   }
 }
@@ -339,12 +346,12 @@ __device__ __forceinline__ void load_arrays(const Problem& problem, const HeadVi
   if (tiles.mask != 0 && (checks & kCheckMask)) load(Bool(), tiles.mask, problem.mask, view.mask);
 }
 
-template <class E, int kTileKeys, int kStrips, int kBlocks, class Visitor>
+template <class E, class Tiles, int kStrips, int kBlocks, class Visitor>
 __device__ __forceinline__ void for_each_pair(const Problem& problem, const HeadView& view,
                                               const Tensor& tensor, int64_t offset, uint32_t tile,
                                               const TilePlace& place, const Visitor& visit) {
   if (tile != 0) {
-    for_each_shared_pair<E, kTileKeys, kStrips, kBlocks>(tile, place, visit);
+    for_each_shared_pair<typename Tiles::template Layout<E>, kStrips, kBlocks>(tile, place, visit);
   } else {
     for_each_global_pair<E, kStrips, kBlocks>(problem, view.extent, tensor, offset, place, visit);
   }
@@ -352,12 +359,12 @@ __device__ __forceinline__ void for_each_pair(const Problem& problem, const Head
 
 // Logits s * factor plus the bias. A bias of minus infinity hides, whatever the logit: that it
 // needs more than the sum is rare, so that it is looked for once a tile.
-template <class E, int kTileKeys, int kStrips, int kBlocks>
+template <class E, class Tiles, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadView& view,
                                             uint32_t tile, const TilePlace& place, float factor,
                                             float (&s)[kStrips][kBlocks][4]) {
   const auto for_each = [&](const auto& visit) {
-    for_each_pair<E, kTileKeys, kStrips, kBlocks>(
+    for_each_pair<E, Tiles, kStrips, kBlocks>(
         problem, view, problem.bias, view.bias, tile, place,
         [&](int strip, int block, int half, uint2 pair) {
           visit(s[strip][block][2 * half], float_of(E(), pair.x));
@@ -376,17 +383,17 @@ __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadVi
   }
 }
 
-template <int kTileKeys, int kStrips, int kBlocks>
+template <class Tiles, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias(const Problem& problem, const HeadView& view,
                                          uint32_t tile, const TilePlace& place, float factor,
                                          float (&s)[kStrips][kBlocks][4]) {
   switch (problem.bias.dtype) {
     case DType::kBF16:
-      return add_bias_of<BF16, kTileKeys>(problem, view, tile, place, factor, s);
+      return add_bias_of<BF16, Tiles>(problem, view, tile, place, factor, s);
     case DType::kF16:
-      return add_bias_of<F16, kTileKeys>(problem, view, tile, place, factor, s);
+      return add_bias_of<F16, Tiles>(problem, view, tile, place, factor, s);
     default:
-      return add_bias_of<F32, kTileKeys>(problem, view, tile, place, factor, s);
+      return add_bias_of<F32, Tiles>(problem, view, tile, place, factor, s);
   }
 }
 
@@ -497,16 +504,17 @@ __device__ __forceinline__ void store_bias_cotangent(const Problem& problem,
   }
 }
 
-template <int kTileKeys, int kStrips, int kBlocks>
+template <class Tiles, int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_masked(const Problem& problem, const HeadView& view,
                                             uint32_t tile, const TilePlace& place,
                                             float (&s)[kStrips][kBlocks][4]) {
-  for_each_pair<Bool, kTileKeys, kStrips, kBlocks>(
-      problem, view, problem.mask, view.mask, tile, place,
-      [&](int strip, int block, int half, uint2 pair) {
-        if (pair.x == 0) s[strip][block][2 * half] = minus_infinity();
-        if (pair.y == 0) s[strip][block][2 * half + 1] = minus_infinity();
-      });
+  for_each_pair<Bool, Tiles, kStrips, kBlocks>(problem, view, problem.mask, view.mask, tile, place,
+                                               [&](int strip, int block, int half, uint2 pair) {
+                                                 if (pair.x == 0)
+                                                   s[strip][block][2 * half] = minus_infinity();
+                                                 if (pair.y == 0)
+                                                   s[strip][block][2 * half + 1] = minus_infinity();
+                                               });
 }
 
 template <int kStrips, int kBlocks>
@@ -575,9 +583,23 @@ __device__ __forceinline__ LogitUnit logit_unit(const Problem& problem, const He
   return scale == 0.f ? LogitUnit{1.f, 0.f} : LogitUnit{fabsf(scale), copysignf(1.f, scale)};
 }
 
+template <class T, class Policy>
+__device__ __forceinline__ Exponent<T> exponent_of(const Problem& problem, const HeadView& view) {
+  return {logit_unit<T, Policy>(problem, view).nats * kLog2E};
+}
+
+// The head's sink, a logit; minus infinity where there is none.
+template <class Policy>
+__device__ __forceinline__ float sink_of(const Problem& problem, const BatchIndex& index,
+                                         int64_t head) {
+  if (!Policy::kEverything || problem.sinks.data == nullptr) return minus_infinity();
+  return static_cast<const float*>(
+      problem.sinks.data)[batch_offset(problem.sinks, index) + head * problem.sinks.head];
+}
+
 // Products to logits: soft_cap(scale * q.k) + bias, minus infinity where hidden.
 // `on_slope(strip, block, element, slope)` is told the slope of the soft cap.
-template <class T, class Policy, int kTileKeys, int kStrips, int kBlocks, class OnSlope>
+template <class T, class Policy, class Tiles, int kStrips, int kBlocks, class OnSlope>
 __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadView& view,
                                             int checks, const ArrayTiles& tiles,
                                             const TilePlace& place, const OnSlope& on_slope,
@@ -594,7 +616,7 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadVi
   }
   const float factor = logit_unit<T, Policy>(problem, view).factor;
   if (Policy::kEverything && problem.bias.data != nullptr) {
-    add_bias<kTileKeys>(problem, view, tiles.bias, place, factor, s);
+    add_bias<Tiles>(problem, view, tiles.bias, place, factor, s);
   } else if (factor != 1.f) {
 #pragma unroll
     for (int i = 0; i < kStrips * kBlocks * 4; ++i) {
@@ -605,7 +627,7 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadVi
   if (checks & kCheckRanges) hide_outside(view.extent, row, key, s);
   if constexpr (Policy::kEverything) {
     if (checks & kCheckSegments) hide_other_segments(problem, view, row, key, s);
-    if (checks & kCheckMask) hide_masked<kTileKeys>(problem, view, tiles.mask, place, s);
+    if (checks & kCheckMask) hide_masked<Tiles>(problem, view, tiles.mask, place, s);
   }
 }
 
