@@ -291,6 +291,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
   const bool pairs = whole && has_pairs(problem, tensor, offset, kSize<E>);
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
+    __syncwarp();  // keeps loads from being moved further ahead than there are registers for
     const Bits* const of_row = data + min(row + 8 * i, last_row) * tensor.row;
     if (pairs) {
 #pragma unroll

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/visibility.h"
 #include "cuda/common/rules.cuh"
@@ -55,6 +56,7 @@ struct PlanRules {};
 template <>
 struct PlanRules<Everything> {
   sm80::HeadView view;
+  Place bias, mask;
   float sink;  // minus infinity: none
 };
 
@@ -91,6 +93,7 @@ struct Forward {
       Policy::kEverything ? everything_tile(D, V) : forward_tile(D, V, kReach);
   static constexpr int kWarpgroups = kTile.warpgroups, kKeys = kTile.keys;
   static constexpr int kQueryStages = kTile.query_stages, kStages = kTile.stages;
+  static constexpr int kArrayStages = Policy::kEverything ? kTile.array_stages : 1;
   static constexpr int kCluster = kTile.cluster;
   static constexpr int kPlans = 4;  // consumers may be at two, and loaders at the next
   static constexpr int kRows = kTile.rows(), kThreads = kTile.threads();
@@ -109,10 +112,15 @@ struct Forward {
   // Barriers named *_full: who fills the place arrives, and copies to it are counted; its readers
   // wait. *_empty: each warp that has read it arrives, with keys and values also at the other
   // blocks of the cluster, which write here too; who fills it waits.
-  struct Shared {
+  struct Tiles {
     uint8_t query[kQueryStages][kWarpgroups][kQueryBytes];
     uint8_t key[kStages][kKeyBytes];
     uint8_t value[kStages][kValueBytes];
+  };
+  struct TilesAndArrays : Tiles {
+    uint8_t arrays[kArrayStages][kWarpgroups][kTile.array_bytes()];  // bias and mask
+  };
+  struct Shared : std::conditional_t<Policy::kEverything, TilesAndArrays, Tiles> {
     uint64_t query_full[kQueryStages][kWarpgroups], query_empty[kQueryStages][kWarpgroups];
     uint64_t key_full[kStages], key_empty[kStages];
     uint64_t value_full[kStages], value_empty[kStages];
@@ -122,8 +130,9 @@ struct Forward {
     uint64_t plan_full[kPlans], plan_empty[kPlans];
     uint32_t unit;
     Plan plans[kPlans];
-    // Everything: which tile's keys a stage has; written before these come.
-    Visit visits[kStages];
+    // Everything only.
+    uint64_t arrays_full[kArrayStages][kWarpgroups], arrays_empty[kArrayStages][kWarpgroups];
+    Visit visits[kStages];  // which tile's keys a stage has, written before these come
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
   static_assert(!Policy::kEverything || kCluster == 1, "blocks see tiles of their own");
@@ -203,7 +212,13 @@ struct Planner {
       sm80::find_arrays<Policy>(problem, params.maps, view);
     }
     if (lane() == 1) view.scale = batch_value<float>(problem.scale, index, 1.f);
-    if (lane() == 2) rules.sink = sm80::sink_of<Policy>(problem, index, head);
+    // A broadcast array has one head.
+    const auto place = [&](const TileMap& map, const Tensor& array) {
+      return place_of(map, index, array.head == 0 ? 0 : static_cast<int>(head));
+    };
+    if (lane() == 2) rules.bias = place(params.bias, problem.bias);
+    if (lane() == 3) rules.mask = place(params.mask, problem.mask);
+    if (lane() == 4) rules.sink = sm80::sink_of<Policy>(problem, index, head);
     if (lane() < 4 && problem.dropout_stream.data != nullptr) {
       view.stream[lane()] = static_cast<const uint32_t*>(
           problem.dropout_stream.data)[batch_offset(problem.dropout_stream, index) +
@@ -307,7 +322,7 @@ struct Planner {
   }
 };
 
-// The warps that have tiles copied, one each for queries, keys and values.
+// The warps that have tiles copied, one each for queries (with bias and mask), keys and values.
 template <class T, int D, int V, Reach kReach, class Policy>
 struct Loader {
   using F = Forward<T, D, V, kReach, Policy>;
@@ -350,8 +365,38 @@ struct Loader {
     }
   }
 
+  // Has the warpgroups' rows of bias and mask copied that are copied in tiles, for each tile of
+  // keys; of the mask only where it is looked at.
+  __device__ __forceinline__ void load_arrays(const Plan& plan, Ring<F::kArrayStages>& ring) const {
+    const sm80::ArrayStaging& staging = params.staging;
+    if (staging.bias_bytes + staging.mask_bytes == 0) return;
+    for_each_tile(plan, [&](const Visit& visit) {
+      const int mask_bytes = visit.checks & sm80::kCheckMask ? staging.mask_bytes : 0;
+      for (int w = 0; w < kWarpgroups; ++w) {
+        wait(shared.arrays_empty[ring.stage()][w], ring.parity() ^ 1);
+        if (lane() != 0) continue;
+        const uint32_t barrier = shared_address(&shared.arrays_full[ring.stage()][w]);
+        ptx::mbarrier_arrive_expecting(barrier, staging.bias_bytes + mask_bytes);
+        const auto copy = [&](const TileMap& map, const Place& place, int bytes, uint32_t to) {
+          const int columns = bytes == 0 ? kKeys : min(kKeys, 64 * 128 * kKeys / bytes);
+#pragma unroll 1
+          for (int at = 0; at < bytes; at += 64 * 128) {
+            ptx::tma_load(to + at, &map.map, barrier,
+                          visit.tile * kKeys + at / (64 * 128) * columns, place.head,
+                          plan.first_row + 64 * w, place.batch);
+          }
+        };
+        const uint32_t arrays = shared_address(shared.arrays[ring.stage()][w]);
+        copy(params.bias, plan.bias, staging.bias_bytes, arrays);
+        copy(params.mask, plan.mask, mask_bytes, arrays + staging.bias_bytes);
+      }
+      ring.advance();
+    });
+  }
+
   __device__ __forceinline__ void load_queries() {
     Ring<F::kQueryStages> ring;
+    Ring<F::kArrayStages> arrays;
     for_each_plan([&](const Plan& plan) {
       for (int w = 0; w < kWarpgroups; ++w) {
         wait(shared.query_empty[ring.stage()][w], ring.parity() ^ 1);
@@ -366,6 +411,7 @@ struct Loader {
         }
       }
       ring.advance();
+      if constexpr (Policy::kEverything) load_arrays(plan, arrays);
     });
   }
 
@@ -437,6 +483,17 @@ struct Loader {
     ptx::fence_proxy_async();
     __syncwarp();  // lane 0, which tells the consumers, waits for all lanes' zeros
   }
+};
+
+// Tiles of 64 rows of bias and mask as the accelerator leaves them: panels of 128 bytes a row, or
+// of fewer where that is all of it, one after the other. Its swizzle is TileLayout's permutation.
+template <int kKeys>
+struct PanelTiles {
+  template <class E>
+  struct Layout
+      : sm80::TileLayout<E, (kKeys * sm80::kSize<E> < 128 ? kKeys : 128 / sm80::kSize<E>)> {
+    static constexpr int kSpanStride = 64 * Layout::kRowBytes;
+  };
 };
 
 // One warpgroup.
@@ -517,6 +574,30 @@ struct Consumer {
   __device__ __forceinline__ void release_values() {
     release(shared.value_empty[values.stage()]);
     values.advance();
+  }
+
+  // The place of bias and mask in their ring, which advances with that of the keys; these have
+  // been released.
+  __device__ __forceinline__ Ring<F::kArrayStages> arrays_of_keys() const {
+    static_assert(F::kStages % F::kArrayStages == 0);
+    return {(keys.position + 2 * F::kStages - 1) % (2 * F::kArrayStages)};
+  }
+  // The tiles of bias and mask that are copied, once they have come.
+  __device__ __forceinline__ bool has_arrays() const {
+    return params.staging.bias_bytes + params.staging.mask_bytes != 0;
+  }
+  __device__ __forceinline__ sm80::ArrayTiles wait_for_arrays() const {
+    if (!has_arrays()) return {0, 0};
+    const auto arrays = arrays_of_keys();
+    wait(shared.arrays_full[arrays.stage()][warpgroup], arrays.parity());
+    return sm80::array_tiles(params.staging,
+                             shared_address(shared.arrays[arrays.stage()][warpgroup]), 0);
+  }
+  __device__ __forceinline__ void release_arrays() const {
+    if (!has_arrays()) return;
+    const auto arrays = arrays_of_keys();
+    __syncwarp();  // lane 0 waits for all lanes to have read them
+    if ((threadIdx.x & 31) == 0) arrive(shared.arrays_empty[arrays.stage()][warpgroup]);
   }
 
   // Lets tiles [begin, end) go by that others see.
@@ -663,9 +744,10 @@ struct Consumer {
     const sm80::HeadView& view = plan.view;
     const sm80::TilePlace place = {plan.first_row + 64 * warpgroup, visit.tile * kKeys,
                                    16 * (thread() >> 5), 0};
-    sm80::apply_rules<T, Policy, sm80::RowTiles<kKeys>>(
-        params.problem, view, visit.checks, sm80::ArrayTiles{0, 0}, place,
-        [](int, int, int, float) {}, as_strip(s));
+    sm80::apply_rules<T, Policy, PanelTiles<kKeys>>(
+        params.problem, view, visit.checks, wait_for_arrays(), place, [](int, int, int, float) {},
+        as_strip(s));
+    release_arrays();
     return sm80::exponent_of<T, Policy>(params.problem, view);
   }
 
@@ -838,8 +920,10 @@ struct Consumer {
   __device__ __forceinline__ Unit next_unit() const {
     wait(shared.plan_full[plans.stage()], plans.parity());
     const Plan& plan = shared.plans[plans.stage()];
-    return {uniform(plan.stop) != 0, uniform(plan.keys), uniform(plan.seen[warpgroup]),
-            uniform(plan.whole[warpgroup]), plan.scale};
+    const KeyTiles keys = uniform(plan.keys);
+    // All rules: warpgroups look at the same tiles.
+    const KeyTiles seen = Policy::kEverything ? keys : uniform(plan.seen[warpgroup]);
+    return {uniform(plan.stop) != 0, keys, seen, uniform(plan.whole[warpgroup]), plan.scale};
   }
   __device__ __forceinline__ void release_plan(uint32_t stage) const {
     __syncwarp();  // one lane waits for all to have read it
@@ -915,6 +999,12 @@ __global__ void __launch_bounds__(Forward<T, D, V, kReach, Policy>::kThreads, 1)
     for (int stage = 0; stage < F::kPlans; ++stage) {
       init(shared.plan_full[stage], 1);
       init(shared.plan_empty[stage], 3 + 4 * F::kWarpgroups);
+    }
+    for (int stage = 0; Policy::kEverything && stage < F::kArrayStages; ++stage) {
+      for (int w = 0; w < F::kWarpgroups; ++w) {
+        init(shared.arrays_full[stage][w], 1);
+        init(shared.arrays_empty[stage][w], 4);
+      }
     }
     ptx::fence_mbarrier_init();
   }

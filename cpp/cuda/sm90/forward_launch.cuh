@@ -23,6 +23,37 @@ inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t clu
   return static_cast<uint32_t>(std::min(heads, total));
 }
 
+// Which of bias and mask are copied in tiles of 64 rows, as far as a stage has room for them.
+inline sm80::ArrayStaging stage_arrays(const Problem& problem, const ForwardTile& tile) {
+  int room = tile.array_bytes();
+  const auto stage = [&](const Tensor& array) {
+    const int size = array_bytes(array.dtype), bytes = 64 * tile.keys * size;
+    const bool copied = array.data != nullptr && can_map(array, problem.key_length, size);
+    if (!copied || bytes > room) return 0;
+    room -= bytes;
+    return bytes;
+  };
+  sm80::ArrayStaging staging;
+  staging.bias_bytes = stage(problem.bias);
+  staging.mask_bytes = stage(problem.mask);
+  return staging;
+}
+
+// What the rules beyond ranges need.
+inline Error prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
+  const Problem& problem = params.problem;
+  launch_maps(problem, tile.rows(), tile.keys, params.maps, stream);
+  params.staging = stage_arrays(problem, tile);
+  Error error = nullptr;
+  if (params.staging.bias_bytes != 0) {
+    error = make_array_map(problem, problem.bias, tile.keys, params.bias);
+  }
+  if (error == nullptr && params.staging.mask_bytes != 0) {
+    error = make_array_map(problem, problem.mask, tile.keys, params.mask);
+  }
+  return error;
+}
+
 template <class T, int D, int V, Reach kReach, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream) {
   static KernelCache cache;
@@ -66,8 +97,8 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
   if (error == nullptr && uneven) {
     error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
   }
+  if (error == nullptr && Policy::kEverything) error = prepare_rules(kTile, params, stream);
   if (error != nullptr) return error;
-  if (Policy::kEverything) launch_maps(problem, kTile.rows(), kTile.keys, params.maps, stream);
 
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);

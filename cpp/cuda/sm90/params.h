@@ -12,7 +12,8 @@ namespace jaxflash::cuda::sm90 {
 
 using sm80::Schedule;
 
-// An operand [*B, rows, heads, columns] as the tensor memory accelerator reads it: four dims
+// An operand [*B, rows, heads, columns], dims in any order, as the tensor memory accelerator reads
+// it: four dims
 // (columns, heads, rows, batches), of which the last has as stride what all batch strides are
 // multiples of.
 struct TileMap {
@@ -34,6 +35,9 @@ struct ForwardParams {
 
   // Everything only.
   sm80::TileMaps maps;
+  sm80::ArrayStaging staging;  // bytes of a warpgroup's tile
+  TileMap bias;
+  TileMap mask;
 };
 
 struct BackwardParams {

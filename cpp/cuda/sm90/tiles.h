@@ -11,14 +11,18 @@ struct ForwardTile {
   int warpgroups;  // of consumers, each with 64 rows
   int keys;
   int query_stages;
-  int stages;   // of key and value tiles
-  int cluster;  // blocks that share their keys and values
+  int stages;            // of key and value tiles
+  int cluster;           // blocks that share their keys and values
+  int array_stages = 0;  // of tiles of bias and mask
 
   constexpr int rows() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   // Of a thread; together no more than the kernel starts with, 168 or 128 for each thread.
   constexpr int producer_registers() const { return warpgroups == 2 ? 40 : 32; }
   constexpr int consumer_registers() const { return warpgroups == 2 ? 232 : 160; }
+  // Of shared memory for tiles of bias and mask, a stage and warpgroup: one of floats, or of 16-bit
+  // types and a mask.
+  constexpr int array_bytes() const { return 64 * keys * 4; }
 };
 
 // How many keys a kernel is meant for.
@@ -39,9 +43,9 @@ constexpr ForwardTile forward_tile(int dim, int value_dim, Reach reach) {
 
 // Of kernels that apply all rules.
 constexpr ForwardTile everything_tile(int dim, int value_dim) {
-  if (dim <= 64 && value_dim <= 64) return {2, 128, 2, 2, 1};
-  if (dim <= 128 && value_dim <= 128) return {2, 128, 1, 2, 1};
-  return {2, 64, 1, 2, 1};
+  if (dim <= 64 && value_dim <= 64) return {2, 128, 2, 2, 1, 2};
+  if (dim <= 128 && value_dim <= 128) return {2, 128, 1, 2, 1, 1};
+  return {2, 64, 1, 2, 1, 1};
 }
 
 // Two consumer warpgroups.
