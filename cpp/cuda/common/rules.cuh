@@ -170,6 +170,10 @@ struct TileScan {
   }
 };
 
+// Read anew at each call: what the rules compute from it is not kept in registers from tile to
+// tile.
+__device__ __forceinline__ int lane_now() { return ptx::thread_index() & 31; }
+
 // How many of a thread's columns, from its first on, lie before column `end` of the first.
 __device__ __forceinline__ int columns_before(int end) { return 2 * (end >> 3) + min(end & 7, 2); }
 
@@ -178,7 +182,7 @@ template <int kStrips, int kBlocks, class Hide>
 __device__ __forceinline__ void for_each_outside(const Extent& extent, int64_t row, int64_t key,
                                                  const Hide& hide) {
   static_assert(2 * kBlocks <= 32, "a bit for each of a thread's columns");
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_now();
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
     const Range seen = keys_of_row(extent, row + lane / 4 + 8 * i);
@@ -257,7 +261,7 @@ __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePl
                                                      const Visitor& visit) {
   using E = typename Layout::T;
   constexpr int kSpanBytes = Layout::kSpan * 16;
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_now();
   // Blocks of 8 columns are reached by an XOR within the permutation's span, rows by an addition.
   const uint32_t base =
       tile + Layout::element_offset(place.row + lane / 4, place.key + 2 * (lane % 4));
@@ -281,7 +285,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
                                                      const Tensor& tensor, int64_t offset,
                                                      const TilePlace& place, const Visitor& visit) {
   using Bits = typename E::Bits;
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_now();
   const Bits* const data = static_cast<const Bits*>(tensor.data) + offset;
   const int row = place.first_row + place.row + lane / 4;
   const int column = place.first_key + place.key + 2 * (lane % 4);
@@ -291,7 +295,6 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
   const bool pairs = whole && has_pairs(problem, tensor, offset, kSize<E>);
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    __syncwarp();  // keeps loads from being moved further ahead than there are registers for
     const Bits* const of_row = data + min(row + 8 * i, last_row) * tensor.row;
     if (pairs) {
 #pragma unroll
@@ -358,30 +361,20 @@ __device__ __forceinline__ void for_each_pair(const Problem& problem, const Head
   }
 }
 
-// Logits s * factor plus the bias. A bias of minus infinity hides, whatever the logit: that it
-// needs more than the sum is rare, so that it is looked for once a tile.
+// Logits s * factor plus the bias. A bias of minus infinity hides, whatever the logit.
 template <class E, class Tiles, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadView& view,
                                             uint32_t tile, const TilePlace& place, float factor,
                                             float (&s)[kStrips][kBlocks][4]) {
-  const auto for_each = [&](const auto& visit) {
-    for_each_pair<E, Tiles, kStrips, kBlocks>(
-        problem, view, problem.bias, view.bias, tile, place,
-        [&](int strip, int block, int half, uint2 pair) {
-          visit(s[strip][block][2 * half], float_of(E(), pair.x));
-          visit(s[strip][block][2 * half + 1], float_of(E(), pair.y));
-        });
+  const auto add = [factor](float& x, float bias) {
+    x = bias == minus_infinity() ? bias : x * factor + bias;
   };
-  float least = 0.f;
-  for_each([&](float& x, float bias) {
-    x = x * factor + bias;
-    least = fminf(least, bias);
-  });
-  if (least == minus_infinity()) {
-    for_each([&](float& x, float bias) {
-      if (bias == minus_infinity()) x = bias;
-    });
-  }
+  for_each_pair<E, Tiles, kStrips, kBlocks>(problem, view, problem.bias, view.bias, tile, place,
+                                            [&](int strip, int block, int half, uint2 pair) {
+                                              add(s[strip][block][2 * half], float_of(E(), pair.x));
+                                              add(s[strip][block][2 * half + 1],
+                                                  float_of(E(), pair.y));
+                                            });
 }
 
 template <class Tiles, int kStrips, int kBlocks>
@@ -522,7 +515,7 @@ template <int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_other_segments(const Problem& problem, const HeadView& view,
                                                     int row, int key,
                                                     float (&s)[kStrips][kBlocks][4]) {
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_now();
   const int last_row = static_cast<int>(problem.query_length) - 1;
   const int last_key = static_cast<int>(problem.key_length) - 1;
   const auto* rows = static_cast<const int32_t*>(problem.query_segment_ids.data) + view.query_ids;
@@ -545,7 +538,18 @@ __device__ __forceinline__ void hide_other_segments(const Problem& problem, cons
   }
 }
 
-// tanh(x * factor / (2 log2 e)) to about 1e-7, absolutely.
+// A thread's elements of a block, as one value of attention/logits.h.
+struct FourFloats {
+  float x[4];
+};
+__device__ __forceinline__ FourFloats operator*(const FourFloats& a, const FourFloats& b) {
+  return {a.x[0] * b.x[0], a.x[1] * b.x[1], a.x[2] * b.x[2], a.x[3] * b.x[3]};
+}
+__device__ __forceinline__ FourFloats operator-(float a, const FourFloats& b) {
+  return {a - b.x[0], a - b.x[1], a - b.x[2], a - b.x[3]};
+}
+
+// tanh(x * factor / (2 log2 e)) = 1 - 2 / (1 + 2^(x * factor)) to about 1e-7, absolutely.
 struct Tanh {
   float factor;
 
@@ -554,14 +558,61 @@ struct Tanh {
   }
 };
 
+// The same of four, to about 1e-6. Special functions are slow, so that the four share a reciprocal:
+// that of all their denominators' product, of which each is multiplied by the other three. Beyond
+// 2^30 the result is 1; a NaN must not get into the product.
+struct SharedTanh {
+  float factor;
+
+  __device__ __forceinline__ FourFloats operator()(const FourFloats& x) const {
+    float d[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] = 1.f + ptx::ex2(fminf(factor * x.x[i], 30.f));
+    const float lower = d[0] * d[1], upper = d[2] * d[3];
+    const float twice = -2.f * ptx::reciprocal(lower * upper);
+    const float of_lower = twice * upper, of_upper = twice * lower;
+    const float quotients[4] = {of_lower * d[1], of_lower * d[0], of_upper * d[3], of_upper * d[2]};
+    FourFloats t;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t.x[i] = x.x[i] == x.x[i] ? 1.f + quotients[i] : x.x[i];
+    return t;
+  }
+};
+
 // Takes products to the tanh of logits in units of the cap.
-__device__ __forceinline__ Tanh tanh_of_products(const Problem& problem, const HeadView& view) {
-  return {2.f * kLog2E * view.scale / static_cast<float>(problem.soft_cap)};
+__device__ __forceinline__ float tanh_factor(const Problem& problem, const HeadView& view) {
+  return 2.f * kLog2E * view.scale / static_cast<float>(problem.soft_cap);
 }
 
 __device__ __forceinline__ float soft_cap_slope(const Problem& problem, const HeadView& view,
                                                 float product) {
-  return soft_capped(product, tanh_of_products(problem, view)).slope;
+  return soft_capped(product, Tanh{tanh_factor(problem, view)}).slope;
+}
+
+// Products to logits in units of the cap.
+template <class T, int kStrips, int kBlocks, class OnSlope>
+__device__ __forceinline__ void apply_soft_cap(float factor, const OnSlope& on_slope,
+                                               float (&s)[kStrips][kBlocks][4]) {
+#pragma unroll
+  for (int i = 0; i < kStrips * kBlocks; ++i) {
+    const int strip = i / kBlocks, block = i % kBlocks;
+    float (&x)[4] = s[strip][block];
+    if constexpr (kIsFloat<T>) {
+#pragma unroll
+      for (int element = 0; element < 4; ++element) {
+        const auto capped = soft_capped(x[element], Tanh{factor});
+        on_slope(strip, block, element, capped.slope);
+        x[element] = capped.in_caps;
+      }
+    } else {
+      const auto capped = soft_capped(FourFloats{x[0], x[1], x[2], x[3]}, SharedTanh{factor});
+#pragma unroll
+      for (int element = 0; element < 4; ++element) {
+        on_slope(strip, block, element, capped.slope.x[element]);
+        x[element] = capped.in_caps.x[element];
+      }
+    }
+  }
 }
 
 // How logits are held: in units of `nats`. `factor` takes products, or what the soft cap made of
@@ -606,14 +657,7 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadVi
                                             const TilePlace& place, const OnSlope& on_slope,
                                             float (&s)[kStrips][kBlocks][4]) {
   if (Policy::kEverything && problem.soft_cap != 0) {
-    const Tanh tanh_of = tanh_of_products(problem, view);
-#pragma unroll
-    for (int i = 0; i < kStrips * kBlocks * 4; ++i) {
-      float& x = s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
-      const auto capped = soft_capped(x, tanh_of);
-      on_slope(i / (4 * kBlocks), i / 4 % kBlocks, i % 4, capped.slope);
-      x = capped.in_caps;
-    }
+    apply_soft_cap<T>(tanh_factor(problem, view), on_slope, s);
   }
   const float factor = logit_unit<T, Policy>(problem, view).factor;
   if (Policy::kEverything && problem.bias.data != nullptr) {
@@ -632,15 +676,15 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const HeadVi
   }
 }
 
-// Asks the L2 cache for the part of an array [T, S] that a tile will read. All kThreads threads
-// call it.
+// Asks the L2 cache for the part of an array [T, S] that a tile will read. kThreads threads in
+// sequence call it, all of a block or of a warp.
 template <int kRows, int kKeys, int kThreads>
 __device__ __forceinline__ void prefetch_tile(const Problem& problem, const Tensor& tensor,
                                               int64_t offset, int size, int64_t first_row,
                                               int64_t first_key) {
   if (tensor.data == nullptr || tensor.row == 0 || tensor.column == 0) return;
   const int line = 128 / size;  // elements
-  for (int row = threadIdx.x; row < kRows; row += kThreads) {
+  for (int row = threadIdx.x % kThreads; row < kRows; row += kThreads) {
     if (first_row + row >= problem.query_length) break;
     const char* const from = static_cast<const char*>(tensor.data) +
                              (offset + (first_row + row) * tensor.row + first_key) * size;
@@ -680,7 +724,7 @@ struct MultiplyWide {
 template <class Visitor>
 __device__ __forceinline__ void for_each_draw(const Problem& problem, const HeadView& view, int row,
                                               int key, const Visitor& visit) {
-  const int lane = threadIdx.x & 31;
+  const int lane = lane_now();
   const uint32_t philox_key[2] = {view.stream[0], view.stream[1]};
   const PhiloxWords<uint32_t> draws = philox<uint32_t>(
       {{dropout_row_word(row + lane / 4), dropout_column_word(key + 2 * (lane % 4)), view.stream[2],

@@ -439,7 +439,12 @@ struct Loader {
     for_each_plan([&](const Plan& plan) {
       for_each_tile(plan, [&](const Visit& visit) {
         wait(shared.key_empty[ring.stage()], ring.parity() ^ 1);
-        if (Policy::kEverything && lane() == 0) shared.visits[ring.stage()] = visit;
+        if constexpr (Policy::kEverything) {
+          if (lane() == 0) shared.visits[ring.stage()] = visit;
+          sm80::prefetch_rules<F::kRows, kKeys, 32>(params.problem, plan.view, params.staging,
+                                                    visit.checks, plan.first_row,
+                                                    visit.tile * kKeys);
+        }
         copy_keys<F::kPanels>(params.key, plan.key, visit.tile, shared.key[ring.stage()],
                               shared.key_full[ring.stage()]);
         ring.advance();
