@@ -103,8 +103,15 @@ __device__ __forceinline__ void look_at(const Problem& problem, const TileMaps& 
   }
 }
 
-// What must be checked key by key in a tile; kHidden: none of its keys is seen.
-enum TileChecks : int { kHidden = -1, kCheckRanges = 1, kCheckSegments = 2, kCheckMask = 4 };
+// What must be checked key by key in a tile; kHidden: none of its keys is seen. kChangeAll: beside
+// checks, products are not yet logits.
+enum TileChecks : int {
+  kHidden = -1,
+  kCheckRanges = 1,
+  kCheckSegments = 2,
+  kCheckMask = 4,
+  kChangeAll = 8
+};
 
 template <class Policy, int kRows, int kKeys>
 __device__ __forceinline__ int tile_checks(const Problem& problem, const TileMaps& maps,
@@ -211,6 +218,7 @@ __device__ __forceinline__ void hide_outside(const Extent& extent, int64_t row, 
 struct TilePlace {
   int first_row, first_key;
   int row, key;
+  int lane;  // of this thread
 };
 
 // Two neighbours of a row, as bits.
@@ -261,7 +269,7 @@ __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePl
                                                      const Visitor& visit) {
   using E = typename Layout::T;
   constexpr int kSpanBytes = Layout::kSpan * 16;
-  const int lane = lane_now();
+  const int lane = place.lane;
   // Blocks of 8 columns are reached by an XOR within the permutation's span, rows by an addition.
   const uint32_t base =
       tile + Layout::element_offset(place.row + lane / 4, place.key + 2 * (lane % 4));
@@ -285,7 +293,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
                                                      const Tensor& tensor, int64_t offset,
                                                      const TilePlace& place, const Visitor& visit) {
   using Bits = typename E::Bits;
-  const int lane = lane_now();
+  const int lane = place.lane;
   const Bits* const data = static_cast<const Bits*>(tensor.data) + offset;
   const int row = place.first_row + place.row + lane / 4;
   const int column = place.first_key + place.key + 2 * (lane % 4);
@@ -629,7 +637,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const Problem& problem, const He
   bool in_nats = kIsFloat<T>;
   if constexpr (Policy::kEverything) {
     if (problem.soft_cap != 0) scale = static_cast<float>(problem.soft_cap);
-    in_nats |= problem.bias.data != nullptr || problem.sinks.data != nullptr;
+    in_nats |= problem.bias.data != nullptr;
   }
   if (in_nats) return {1.f, scale};
   return scale == 0.f ? LogitUnit{1.f, 0.f} : LogitUnit{fabsf(scale), copysignf(1.f, scale)};
@@ -638,6 +646,27 @@ __device__ __forceinline__ LogitUnit logit_unit(const Problem& problem, const He
 template <class T, class Policy>
 __device__ __forceinline__ Exponent<T> exponent_of(const Problem& problem, const HeadView& view) {
   return {logit_unit<T, Policy>(problem, view).nats * kLog2E};
+}
+
+// All that takes a head's products to logits.
+struct Scaling {
+  LogitUnit unit;
+  float tanh_factor;  // see above
+  bool caps;
+};
+template <class T, class Policy>
+__device__ __forceinline__ Scaling scaling_of(const Problem& problem, const HeadView& view) {
+  const bool caps = Policy::kEverything && problem.soft_cap != 0;
+  return {logit_unit<T, Policy>(problem, view), caps ? tanh_factor(problem, view) : 0.f, caps};
+}
+
+// A view that has it ready.
+struct ScaledView : HeadView {
+  Scaling scaling;
+};
+template <class T, class Policy>
+__device__ __forceinline__ Scaling scaling_of(const Problem&, const ScaledView& view) {
+  return view.scaling;
 }
 
 // The head's sink, a logit; minus infinity where there is none.
@@ -651,15 +680,14 @@ __device__ __forceinline__ float sink_of(const Problem& problem, const BatchInde
 
 // Products to logits: soft_cap(scale * q.k) + bias, minus infinity where hidden.
 // `on_slope(strip, block, element, slope)` is told the slope of the soft cap.
-template <class T, class Policy, class Tiles, int kStrips, int kBlocks, class OnSlope>
-__device__ __forceinline__ void apply_rules(const Problem& problem, const HeadView& view,
-                                            int checks, const ArrayTiles& tiles,
-                                            const TilePlace& place, const OnSlope& on_slope,
+template <class T, class Policy, class Tiles, class View, int kStrips, int kBlocks, class OnSlope>
+__device__ __forceinline__ void apply_rules(const Problem& problem, const View& view, int checks,
+                                            const ArrayTiles& tiles, const TilePlace& place,
+                                            const OnSlope& on_slope,
                                             float (&s)[kStrips][kBlocks][4]) {
-  if (Policy::kEverything && problem.soft_cap != 0) {
-    apply_soft_cap<T>(tanh_factor(problem, view), on_slope, s);
-  }
-  const float factor = logit_unit<T, Policy>(problem, view).factor;
+  const Scaling scaling = scaling_of<T, Policy>(problem, view);
+  if (Policy::kEverything && scaling.caps) apply_soft_cap<T>(scaling.tanh_factor, on_slope, s);
+  const float factor = scaling.unit.factor;
   if (Policy::kEverything && problem.bias.data != nullptr) {
     add_bias<Tiles>(problem, view, tiles.bias, place, factor, s);
   } else if (factor != 1.f) {

@@ -514,7 +514,7 @@ struct Backward {
       });
     }
     if constexpr (Policy::kEverything) {
-      const TilePlace place = {item.tile * kRows, first_key(), row, logits_place.column};
+      const TilePlace place = {item.tile * kRows, first_key(), row, logits_place.column, lane_id()};
       apply_rules<T, Policy, RowTiles<kKeys>>(
           problem, head, item.checks, arrays_of(stage()), place,
           [&](int strip, int block, int i, float slope) {

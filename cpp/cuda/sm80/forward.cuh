@@ -430,7 +430,8 @@ __global__ void __launch_bounds__(Forward<T, D, Policy>::kThreads,
         s);
     // Behind the products, its addresses are computed while these are under way.
     if (kStages > 1 && next.tile < tiles.keys.end) f.load_keys(next, stage ^ 1);
-    const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0};
+    const TilePlace place = {tiles.first_row, visit.tile * kKeys, f.first_strip_row(), 0,
+                             lane_id()};
     apply_rules<T, Policy, RowTiles<kKeys>>(
         problem, view, checks, f.array_tiles_of(stage), place, [](int, int, int, float) {}, s);
     f.move_references(s, exponent);

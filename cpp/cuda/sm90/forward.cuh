@@ -55,7 +55,8 @@ template <class Policy>
 struct PlanRules {};
 template <>
 struct PlanRules<Everything> {
-  sm80::HeadView view;
+  sm80::ScaledView view;
+  int checks;  // of all tiles
   Place bias, mask;
   float sink;  // minus infinity: none
 };
@@ -203,7 +204,7 @@ struct Planner {
                                              const BatchIndex& index, int64_t batch,
                                              int64_t head) const {
     const Problem& problem = params.problem;
-    sm80::HeadView& view = rules.view;
+    sm80::ScaledView& view = rules.view;
     if (lane() == 0) {
       view.extent = extent;
       view.index = index;
@@ -211,7 +212,13 @@ struct Planner {
       view.batch = batch;
       sm80::find_arrays<Policy>(problem, params.maps, view);
     }
-    if (lane() == 1) view.scale = batch_value<float>(problem.scale, index, 1.f);
+    if (lane() == 1) {
+      view.scale = batch_value<float>(problem.scale, index, 1.f);
+      const sm80::HeadView& unscaled = view;
+      view.scaling = sm80::scaling_of<T, Policy>(problem, unscaled);
+      const bool changes = problem.bias.data != nullptr || view.scaling.caps;
+      rules.checks = changes || view.scaling.unit.factor != 1.f ? sm80::kChangeAll : 0;
+    }
     // A broadcast array has one head.
     const auto place = [&](const TileMap& map, const Tensor& array) {
       return place_of(map, index, array.head == 0 ? 0 : static_cast<int>(head));
@@ -440,7 +447,9 @@ struct Loader {
       for_each_tile(plan, [&](const Visit& visit) {
         wait(shared.key_empty[ring.stage()], ring.parity() ^ 1);
         if constexpr (Policy::kEverything) {
-          if (lane() == 0) shared.visits[ring.stage()] = visit;
+          if (lane() == 0) {
+            shared.visits[ring.stage()] = {visit.tile, visit.checks | plan.checks};
+          }
           sm80::prefetch_rules<F::kRows, kKeys, 32>(params.problem, plan.view, params.staging,
                                                     visit.checks, plan.first_row,
                                                     visit.tile * kKeys);
@@ -510,6 +519,8 @@ struct Consumer {
   using OutputProduct = ptx::Wgmma<F::kType, V>;
   static constexpr int kKeys = F::kKeys, kWarpgroups = F::kWarpgroups;
   static constexpr int kLogits = kKeys / 2;  // a thread
+  struct NoDraws {};
+  using Draws = std::conditional_t<Policy::kEverything, sm80::KeptBits<1, kKeys / 8>, NoDraws>;
 
   // What of a plan is wanted often.
   struct Unit {
@@ -746,38 +757,47 @@ struct Consumer {
   // Likewise by all rules.
   __device__ __forceinline__ Exponent<T> apply_everything(const Plan& plan, const Visit& visit,
                                                           float (&s)[kLogits]) const {
-    const sm80::HeadView& view = plan.view;
-    const sm80::TilePlace place = {plan.first_row + 64 * warpgroup, visit.tile * kKeys,
-                                   16 * (thread() >> 5), 0};
-    sm80::apply_rules<T, Policy, PanelTiles<kKeys>>(
-        params.problem, view, visit.checks, wait_for_arrays(), place, [](int, int, int, float) {},
-        as_strip(s));
+    const sm80::ArrayTiles arrays = wait_for_arrays();
+    if (visit.checks != 0) {
+      const sm80::TilePlace place = {plan.first_row + 64 * warpgroup, visit.tile * kKeys,
+                                     16 * (thread() >> 5), 0, sm80::lane_now()};
+      sm80::apply_rules<T, Policy, PanelTiles<kKeys>>(
+          params.problem, plan.view, visit.checks, arrays, place, [](int, int, int, float) {},
+          as_strip(s));
+    }
     release_arrays();
-    return sm80::exponent_of<T, Policy>(params.problem, view);
+    return {plan.view.scaling.unit.nats * sm80::kLog2E};
   }
 
-  // Zeros where dropout keeps no probability.
-  __device__ __forceinline__ void drop(const Plan& plan, int tile, float (&s)[kLogits]) const {
-    const int warp_row = plan.first_row + 64 * warpgroup + 16 * (thread() >> 5);
+  // Which probabilities dropout keeps; found while products are under way.
+  __device__ __forceinline__ void draw(const Plan& plan, const Visit& visit, Draws& draws) const {
+    if constexpr (Policy::kEverything) {
+      if (params.problem.dropout_threshold == 0) return;
+      const int warp_row = plan.first_row + 64 * warpgroup + 16 * (thread() >> 5);
+      draws.draw(params.problem, plan.view, warp_row, visit.tile * kKeys);
+      ptx::pin_registers(draws.word[0]);
+    }
+  }
+  __device__ __forceinline__ void drop(const Draws& draws, float (&s)[kLogits]) const {
+    if constexpr (Policy::kEverything) {
+      if (params.problem.dropout_threshold == 0) return;
 #pragma unroll
-    for (int sixteen = 0; sixteen < kKeys / 16; ++sixteen) {
-      sm80::for_each_draw(params.problem, plan.view, warp_row, tile * kKeys + 16 * sixteen,
-                          [&](int i, bool kept) {
-                            if (!kept) s[8 * sixteen + i] = 0.f;
-                          });
+      for (int i = 0; i < kLogits; ++i) {
+        if (!draws.kept(0, i / 4, i % 4)) s[i] = 0.f;
+      }
     }
   }
 
   // From products to probabilities.
   __device__ __forceinline__ void make_probabilities(const Plan& plan, const Unit& unit,
-                                                     const Visit& visit, float (&s)[kLogits],
-                                                     float (&shrink)[2]) {
+                                                     const Visit& visit, const Draws& draws,
+                                                     float (&s)[kLogits], float (&shrink)[2]) {
     if constexpr (Policy::kEverything) {
       softmax(s, apply_everything(plan, visit, s), shrink);
-      if (params.problem.dropout_threshold != 0) drop(plan, visit.tile, s);
     } else {
       softmax(s, apply_ranges(plan, unit, visit.tile, s), shrink);
     }
+    drop(draws, s);
     ptx::pin_registers(s);
   }
 
@@ -791,12 +811,14 @@ struct Consumer {
     const Visit visit = visit_after(seen.end);
     ptx::wgmma_fence();
     multiply_keys(s);
+    Draws draws;
+    draw(plan, visit, draws);
     ptx::wgmma_wait<0>();
     pass_turn();
     ptx::pin_registers(s);
     release_keys();
     if (seen.end - 1 == seen.begin) release_queries();
-    make_probabilities(plan, unit, visit, s, shrink);
+    make_probabilities(plan, unit, visit, draws, s, shrink);
     pack(s);
     if (seen.end - 1 != seen.begin) wait_for_keys();
   }
@@ -805,9 +827,10 @@ struct Consumer {
   __device__ __forceinline__ void step(const Plan& plan, const Unit& unit, const Visit& visit) {
     const bool last = visit.tile == unit.seen.begin;
     float s[kLogits], shrink[2];
-    start_products(s);
+    Draws draws;
+    start_products(plan, visit, draws, s);
     if (last) release_queries();
-    make_probabilities(plan, unit, visit, s, shrink);
+    make_probabilities(plan, unit, visit, draws, s, shrink);
     finish_products(last);
     pack(s);
 #pragma unroll
@@ -824,9 +847,10 @@ struct Consumer {
     wait_for_queries();
     wait_for_keys();
     const Visit visit = visit_after(seen.end);
-    start_products(s);
+    Draws draws;
+    start_products(next, visit, draws, s);
     if (last) release_queries();
-    make_probabilities(next, unit, visit, s, shrink);
+    make_probabilities(next, unit, visit, draws, s, shrink);
     finish_products(last);
     pack(s);
     store_output(plan, normalise);
@@ -834,13 +858,15 @@ struct Consumer {
   }
 
   // The keys must have come.
-  __device__ __forceinline__ void start_products(float (&s)[kLogits]) {
+  __device__ __forceinline__ void start_products(const Plan& plan, const Visit& visit, Draws& draws,
+                                                 float (&s)[kLogits]) {
     take_turn();
     ptx::wgmma_fence();
     multiply_keys(s);
     wait_for_values();
     ptx::wgmma_fence();
     multiply_values();
+    draw(plan, visit, draws);
     ptx::wgmma_wait<1>();
     pass_turn();
     ptx::pin_registers(s);
