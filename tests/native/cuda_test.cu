@@ -528,9 +528,11 @@ std::vector<Case> cases() {
       [](Case& c) { c.segments = c.sorted_segments = c.deterministic = true; });
   add("sinks", [](Case& c) { c.sinks = true, c.lengths = true; });
   add("dropout", [](Case& c) { c.dropout = true; });
+  add("dropout causal", [](Case& c) { c.dropout = c.lengths = true, c.right = 0; });
   add("bias", [](Case& c) { c.bias = {0, 0, 0, 0}; });
   add("bias bf16", [](Case& c) { c.bias = {0, 0, 0, 0}, c.bias_dtype = DType::kBF16; });
   add("bias of heads", [](Case& c) { c.bias = {1, 0, 0, 0}, c.bias_dtype = DType::kBF16; });
+  add("bias causal", [](Case& c) { c.bias = {1, 0, 0, 0}, c.right = 0, c.lengths = true; });
   add("bias of keys", [](Case& c) { c.bias = {0, 1, 1, 0}; });
   add("bias of rows", [](Case& c) { c.bias = {1, 1, 0, 1}; });
   add("bias and mask", [](Case& c) {
@@ -565,6 +567,7 @@ std::vector<Case> cases() {
       // Several tiles of rows for each block of a persistent kernel, and many tiles of keys.
       {70, 70, 90, 4, 4, 128, 128},
       {1, 300, 1100, 4, 2, 128, 128},
+      {1, 520, 1536, 3, 3, 64, 64},
   };
   std::vector<Case> all;
   for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {

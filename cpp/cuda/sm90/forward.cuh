@@ -143,7 +143,7 @@ __device__ __forceinline__ KeyTiles uniform(const KeyTiles& tiles) {
   return {uniform(tiles.begin), uniform(tiles.end)};
 }
 
-// Everything: what must be checked in a tile, for the rows of a plan.
+// What must be checked in a tile, for the rows of a plan; Everything only.
 template <class F>
 __device__ __forceinline__ int checks_of(const ForwardParams& params, const typename F::Plan& plan,
                                          int tile) {
@@ -199,7 +199,7 @@ struct Planner {
     const int begin = sm80::TileScan().next(tiles.begin, tiles.end, checks).tile;
     return {begin, DownwardScan{tiles.end}.next(tiles.end - 1, begin, checks).tile + 1};
   }
-  // Fills in what the rules need, each lane its part.
+  // Fills in what all rules need, each lane its part.
   __device__ __forceinline__ void plan_rules(PlanRules<Policy>& rules, const Extent& extent,
                                              const BatchIndex& index, int64_t batch,
                                              int64_t head) const {
@@ -255,7 +255,7 @@ struct Planner {
                     __shfl_sync(0xffffffffu, seen.end, kWarpgroups)};
     if constexpr (Policy::kEverything) {
       if (lane() == 0) plan.first_row = first_row;
-      __syncwarp();  // all lanes wait for what lanes 0 and up have filled in
+      __syncwarp();  // all lanes wait for the parts that tiles' checks need
       seen = all = visible(plan, all);
     }
     if (of_warpgroup) {

@@ -39,19 +39,17 @@ inline sm80::ArrayStaging stage_arrays(const Problem& problem, const ForwardTile
   return staging;
 }
 
-// What the rules beyond ranges need.
-inline Error prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
+// What the rules beyond ranges need. Arrays that the driver makes no map of are read from global
+// memory, as those are that are not copied anyway.
+inline void prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
   const Problem& problem = params.problem;
   launch_maps(problem, tile.rows(), tile.keys, params.maps, stream);
   params.staging = stage_arrays(problem, tile);
-  Error error = nullptr;
-  if (params.staging.bias_bytes != 0) {
-    error = make_array_map(problem, problem.bias, tile.keys, params.bias);
-  }
-  if (error == nullptr && params.staging.mask_bytes != 0) {
-    error = make_array_map(problem, problem.mask, tile.keys, params.mask);
-  }
-  return error;
+  const auto make = [&](const Tensor& array, TileMap& map, int& bytes) {
+    if (bytes != 0 && make_array_map(problem, array, tile.keys, map) != nullptr) bytes = 0;
+  };
+  make(problem.bias, params.bias, params.staging.bias_bytes);
+  make(problem.mask, params.mask, params.staging.mask_bytes);
 }
 
 template <class T, int D, int V, Reach kReach, class Policy>
@@ -97,8 +95,8 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
   if (error == nullptr && uneven) {
     error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
   }
-  if (error == nullptr && Policy::kEverything) error = prepare_rules(kTile, params, stream);
   if (error != nullptr) return error;
+  if (Policy::kEverything) prepare_rules(kTile, params, stream);
 
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
