@@ -696,6 +696,7 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const View& 
       s[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] *= factor;
     }
   }
+  if ((checks & (kCheckRanges | kCheckSegments | kCheckMask)) == 0) return;  // one jump, not three
   const int row = place.first_row + place.row, key = place.first_key + place.key;
   if (checks & kCheckRanges) hide_outside(view.extent, row, key, s);
   if constexpr (Policy::kEverything) {
