@@ -95,7 +95,7 @@ def _own_shape(settings: argparse.Namespace) -> dict[str, Any]:
 def custom(settings: argparse.Namespace, platform: str) -> Group:
     """Returns the problems of the shape that was given."""
     dtype = "float32" if platform == "cpu" else "bfloat16"
-    defaults = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": dtype}
+    defaults: dict[str, Any] = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": dtype}
     shape = {**defaults, **_own_shape(settings)}
     if shape["heads"] % (shape.get("kv_heads") or shape["heads"]):
         sys.exit(f"--kv-heads: expected a divisor of {shape['heads']}, got {shape['kv_heads']}")
