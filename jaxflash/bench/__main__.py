@@ -49,7 +49,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", nargs="+", choices=PRESETS, help="groups of known shapes")
+    parser.add_argument(
+        "--preset",
+        nargs="+",
+        choices=PRESETS,
+        metavar="NAME",
+        help=f"groups of known shapes: {', '.join(PRESETS)}",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
     shape = parser.add_argument_group("shapes of your own, instead of a preset")
     shape.add_argument("--batch", type=int, metavar="B", help="default: 1")
@@ -58,8 +64,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     shape.add_argument("--head-dim", type=int, metavar="H", help="default: 64")
     shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; on a CPU float32")
     shape.add_argument("--window", type=int, help="keys that a query sees to each side")
-    shape.add_argument("--feature", choices=FEATURES, help="default: plain")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
+    shape.add_argument(
+        "--feature", choices=FEATURES, metavar="NAME", help=f"one of: {'; '.join(FEATURES)}"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        metavar="NAME",
+        help=f"default: those that are installed of {', '.join(CONTENDERS)}",
+    )
     parser.add_argument("--budget", type=float, default=3600, help="seconds")
     parser.add_argument(
         "--peak-memory",

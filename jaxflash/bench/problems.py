@@ -349,8 +349,9 @@ def forward_and_backward(
     """Returns output and gradients as a function of operands, constants and cotangent."""
 
     def function(operands: Arrays, constants: Arrays, cotangent: jax.Array) -> Arrays:
-        output = forward(attention, problem)(operands, constants)
-        _, pull = linearize(attention)(operands, constants)
+        output, pull = linearize(attention)(operands, constants)
+        if problem.repeats > 1:
+            output = forward(attention, problem)(operands, constants)
         return {"output": output, **backward(problem)(pull, cotangent)}
 
     return function
