@@ -127,12 +127,12 @@ class TestContenders:
     def test_what_it_lacks_is_named(self):
         problem = Problem(1, 16, 2, 8, feature="soft cap 50")
         with pytest.raises(NotImplementedError, match="has no soft cap"):
-            trace("jax.nn xla", problem, "cpu")
+            trace("jax.nn xla", problem, "forward", "cpu")
 
     def test_scores_that_would_fill_the_memory_are_not_tried(self):
         problem = Problem(1, 2**16, 8, 64)
         with pytest.raises(NotImplementedError, match=r"holds all scores, 128\.0 GiB"):
-            trace("jax.nn xla", problem, "cpu")
+            trace("jax.nn xla", problem, "forward", "cpu")
 
     @pytest.mark.parametrize("name", ["flash-attn-jax", "dew", "flash-attn3-jax"])
     def test_bindings_of_flash_attention_are_called_by_their_arguments(self, name, monkeypatch):
@@ -144,7 +144,7 @@ class TestContenders:
 
         module = types.SimpleNamespace(flash_mha=flash_mha)
         monkeypatch.setitem(sys.modules, CONTENDERS[name].module, module)
-        trace(name, Problem(1, 16, 2, 8, is_causal=True, kv_heads=1), "gpu")
+        trace(name, Problem(1, 16, 2, 8, is_causal=True, kv_heads=1), "forward", "gpu")
         assert asked == {"is_causal": True, "window_size": (-1, -1)}
 
     def test_window_of_flash_attn_jax(self, monkeypatch):
@@ -153,7 +153,7 @@ class TestContenders:
             flash_mha=lambda q, k, v, is_causal, window_size: asked.append(window_size) or q
         )
         monkeypatch.setitem(sys.modules, "flash_attn_jax", module)
-        trace("flash-attn-jax", Problem(1, 16, 2, 8, window=5), "gpu")
+        trace("flash-attn-jax", Problem(1, 16, 2, 8, window=5), "forward", "gpu")
         assert set(asked) == {(5, 5)}
 
     def test_tokamax_takes_the_arguments_of_jax_nn_and_a_soft_cap(self, monkeypatch):
@@ -163,7 +163,7 @@ class TestContenders:
 
         module = types.SimpleNamespace(dot_product_attention=dot_product_attention)
         monkeypatch.setitem(sys.modules, "tokamax", module)
-        trace("tokamax", Problem(1, 16, 2, 8, feature="soft cap 50"), "gpu")
+        trace("tokamax", Problem(1, 16, 2, 8, feature="soft cap 50"), "forward", "gpu")
 
     def test_those_not_installed_or_of_other_platforms_are_left_out(self):
         names = contenders.default_contenders("cpu")
@@ -224,7 +224,7 @@ class TestRows:
         rate = f"{self.PROBLEM.flops('forward') / 1e-5 / 1e12:.3g}"
         assert f"| forward   | full    | {rate} (2.00x, 50%) |" in text
         assert "Times as fast as rival, geometric mean: forward 2.00 (least 2.00)" in text
-        assert "Absent from 1 problems: other: ImportError: not here" in text
+        assert "Absent from 1 forward and 1 backward: other: ImportError: not here" in text
         assert "| backward  | full    | 1 / 16 |" in text
         assert "1.0e+00!" in report.details(rows)
 
@@ -281,8 +281,18 @@ class TestCommand:
         def failing(problem):
             raise RuntimeError("out of luck\nand more")
 
+        def one_way(problem):
+            attention = jax.custom_jvp(problems.dense_attention(problem))
+
+            @attention.defjvp
+            def refuse(primals, tangents):
+                raise NotImplementedError("no gradient")
+
+            return attention
+
         everything = functools.partial(Contender, platforms=("cpu", "gpu"))
         monkeypatch.setitem(CONTENDERS, "failing", everything(failing, contenders.EVERYTHING))
+        monkeypatch.setitem(CONTENDERS, "one-way", everything(one_way, contenders.EVERYTHING))
         lying = everything(lambda problem: lambda query, key, value: query, contenders.EVERYTHING)
         monkeypatch.setitem(CONTENDERS, "lying", lying)
         out = tmp_path / "found.json"
@@ -298,6 +308,7 @@ class TestCommand:
         for of_row in rows:
             assert of_row["absent"]["failing"] == "RuntimeError: out of luck"
             assert of_row["wrong"] == ["lying"]
+            assert ("one-way" in of_row["times"]) == (of_row["direction"] == "forward")
             assert of_row["matmul_tflops"] > 0
             assert {"jaxflash", "jax.nn xla"} <= set(of_row["tflops"])
             assert of_row["memory"]["jaxflash"]["workspace_bytes"] > 0
@@ -305,7 +316,8 @@ class TestCommand:
         pictures = {path.name for path in tmp_path.glob("*.png")}
         assert pictures == {f"found-custom-{p}.png" for p in ("speed", "memory", "roofline")}
         printed = capsys.readouterr().out
-        assert "Absent from 4 problems: failing: RuntimeError: out of luck" in printed
+        assert "Absent from 4 forward and 4 backward: failing: RuntimeError: out of luck" in printed
+        assert "Absent from 4 backward: one-way: NotImplementedError: no gradient" in printed
 
     def test_a_wrong_result_of_jaxflash_fails(self, tmp_path, monkeypatch):
         lying = Contender(lambda problem: lambda query, key, value: query)
@@ -338,8 +350,10 @@ class TestCommand:
         arguments = ["--feature", "soft cap 50", "--lengths", "16", "--dry-run"]
         command.main([*arguments, "--contenders", "dense", "jax.nn xla"])
         printed = capsys.readouterr().out
-        assert "custom: 2 problems, 2 contenders' programs lowered" in printed
-        assert "absent from 2 problems: jax.nn xla: NotImplementedError: has no soft" in printed
+        assert "custom: 2 problems, 4 programs lowered" in printed
+        assert (
+            "absent from backward of 2 problems: jax.nn xla: NotImplementedError: has no" in printed
+        )
 
     def test_peak_memory_is_that_of_a_process_of_its_own(self, tmp_path):
         out = tmp_path / "found.json"

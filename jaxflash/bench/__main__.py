@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.measure import bytes_per_second, contenders_of, measure_group
 from jaxflash.bench.memory import measure_peak, measured_elsewhere
 from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
-from jaxflash.bench.problems import FEATURES, Problem
+from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem
 from jaxflash.bench.programs import lower_expected, trace
 from jaxflash.bench.results import Results, Row, facts, merged, read, reason, write
 
@@ -204,21 +205,23 @@ def run(
 def dry_run(groups: dict[str, Group]) -> None:
     """Lowers every program for CUDA and prints what can't be."""
     for name, group in groups.items():
-        lowered, absent = 0, dict[tuple[str, str], int]()
+        lowered, absent = 0, dict[tuple[str, str, str], int]()
         for problem in group.problems:
-            for contender in group.contenders or CONTENDERS:
+            for direction, contender in product(DIRECTIONS, group.contenders or CONTENDERS):
                 try:
-                    trace(contender, problem, "gpu").map(
-                        lambda traced: traced.lower(lowering_platforms=("cuda",))
-                    )
+                    trace(contender, problem, direction, "gpu").map(_lower_for_cuda)
                     lowered += 1
                 except Exception as error:
-                    missing = contender, reason(error)
+                    missing = direction, contender, reason(error)
                     absent[missing] = absent.get(missing, 0) + 1
             lower_expected(problem)
-        print(f"{name}: {len(group.problems)} problems, {lowered} contenders' programs lowered")
-        for (contender, why), count in absent.items():
-            print(f"  absent from {count} problems: {contender}: {why}")
+        print(f"{name}: {len(group.problems)} problems, {lowered} programs lowered")
+        for (direction, contender, why), count in absent.items():
+            print(f"  absent from {direction} of {count} problems: {contender}: {why}")
+
+
+def _lower_for_cuda(traced: Any) -> Any:
+    return traced.lower(lowering_platforms=("cuda",))
 
 
 def draw(results: Results, out: Path) -> list[Path]:

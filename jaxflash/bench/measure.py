@@ -73,45 +73,63 @@ def bytes_per_second() -> float:
 
 def measure(prepared: Prepared) -> list[Row]:
     """Checks and times a problem's contenders; returns a row for each direction."""
-    problem, absent = prepared.problem, dict(prepared.absent)
+    problem = prepared.problem
     operands, constants, cotangent = make_operands(problem)
-    parts = problem.checked_parts({"output": cotangent})["output"]
     correct = jax.device_get(
-        prepared.expected(problem.checked_parts(operands), problem.checked_parts(constants), parts)
-    )
-    calls: dict[str, dict[Direction, Call]] = {}
-    errors: dict[str, dict[str, float]] = {}
-    for name, programs in prepared.programs.items():
-        try:
-            _, pull = programs.linearize(operands, constants)
-            found = {
-                "output": programs.forward(operands, constants),
-                **programs.backward(pull, cotangent),
-            }
-            # The plain formula drops other probabilities: right, but not comparable.
-            if not (problem.dropout_rate and name == "dense"):
-                errors[name] = relative_errors(problem.checked_parts(found), correct)
-            del found
-        except Exception as error:
-            absent[name] = reason(error)
-            continue
-        calls[name] = {
-            "forward": functools.partial(programs.forward, operands, constants),
-            "backward": functools.partial(programs.backward, pull, cotangent),
-        }
-    return [
-        rated(
-            {
-                "direction": direction,
-                **problem.to_json(),
-                **_timed(problem, {name: call[direction] for name, call in calls.items()}),
-                "errors": errors,
-                "memory": {name: memory(prepared.programs[name], direction) for name in calls},
-                "absent": absent,
-            }
+        prepared.expected(
+            problem.checked_parts(operands),
+            problem.checked_parts(constants),
+            problem.checked_part("output", cotangent),
         )
+    )
+    return [
+        _measure_direction(prepared, direction, (operands, constants, cotangent), correct)
         for direction in DIRECTIONS
     ]
+
+
+def _measure_direction(
+    prepared: Prepared,
+    direction: Direction,
+    arrays: tuple[Arrays, Arrays, jax.Array],
+    correct: Arrays,
+) -> Row:
+    problem, absent = prepared.problem, dict(prepared.absent[direction])
+    programs = prepared.programs[direction]
+    calls: dict[str, Call] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for name, of_one in programs.items():
+        try:
+            call = _call(of_one, direction, *arrays)
+            found = {"output": call()} if direction == "forward" else call()
+            # The plain formula drops other probabilities: right, but not comparable.
+            if not (problem.dropout_rate and name == "dense"):
+                of_direction = {result: correct[result] for result in found}
+                errors[name] = relative_errors(problem.checked_parts(found), of_direction)
+            del found
+            calls[name] = call
+        except Exception as error:
+            absent[name] = reason(error)
+    return rated(
+        {
+            "direction": direction,
+            **problem.to_json(),
+            **_timed(problem, calls),
+            "errors": errors,
+            "memory": {name: planned_memory(programs[name]) for name in calls},
+            "absent": absent,
+        }
+    )
+
+
+def _call(
+    programs: Programs, direction: Direction, operands: Arrays, constants: Arrays, cotangent: Any
+) -> Call:
+    """Returns the call that is timed; what comes before it runs now."""
+    if direction == "forward":
+        return functools.partial(programs.timed, operands, constants)
+    _, pull = programs.linearize(operands, constants)
+    return functools.partial(programs.timed, pull, cotangent)
 
 
 def _timed(problem: Problem, calls: dict[str, Call]) -> dict[str, Any]:
@@ -134,14 +152,12 @@ def _share(times: Times, repeats: int) -> Times:
     }
 
 
-def memory(programs: Programs, direction: Direction) -> dict[str, int]:
-    """Returns the bytes that XLA plans for a call.
+def planned_memory(programs: Programs) -> dict[str, int]:
+    """Returns the bytes that XLA plans for a call, backward for output and gradients in one.
 
-    Of "backward": output and gradients in one program. `arrays_bytes` are operands and results,
-    `workspace_bytes` what it sets aside beside them.
+    `arrays_bytes` are operands and results, `workspace_bytes` what it sets aside beside them.
     """
-    compiled = programs.forward if direction == "forward" else programs.both
-    analysis = compiled.memory_analysis()
+    analysis = (programs.both or programs.timed).memory_analysis()
     if analysis is None:
         return {}
     return {

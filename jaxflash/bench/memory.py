@@ -30,7 +30,8 @@ def _peak_bytes() -> int:
 
 def measure_peak(contender: str, problem: Problem) -> dict[str, int]:
     """Returns what output, gradients and workspace took, in a process that did nothing before."""
-    program = trace(contender, problem, jax.default_backend()).both.lower().compile()
+    traced = trace(contender, problem, "backward", jax.default_backend())
+    program = traced.both.lower().compile()
     operands = jax.block_until_ready(make_operands(problem))
     _forget_peak()
     before = _peak_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import jax
 
 from jaxflash.bench.contenders import CONTENDERS
 from jaxflash.bench.problems import (
+    DIRECTIONS,
+    Direction,
     Problem,
     Specs,
     backward,
@@ -24,26 +27,26 @@ from jaxflash.bench.results import reason
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a contender: traced, lowered or compiled.
+    """The programs of a contender for one direction: traced, lowered or compiled.
 
     Attributes:
-      forward: the output of (operands, constants).
-      linearize: the output, and the function from its cotangent to gradients.
-      backward: the gradients of (that function, cotangent).
+      timed: forward the output of (operands, constants), backward the gradients of (what
+        `linearize` returns beside the output, cotangent).
+      linearize: what runs before the one that is timed, on (operands, constants).
       both: output and gradients of (operands, constants, cotangent), for its memory.
     """
 
-    forward: Any
-    linearize: Any
-    backward: Any
-    both: Any
+    timed: Any
+    linearize: Any = None
+    both: Any = None
 
     def map(self, function: Callable[[Any], Any]) -> Programs:
         """Returns the programs that a function makes of these."""
-        return Programs(*(function(getattr(self, name)) for name in self.__dataclass_fields__))
+        programs = (self.timed, self.linearize, self.both)
+        return Programs(*(program and function(program) for program in programs))
 
 
-def trace(contender: str, problem: Problem, platform: str) -> Programs:
+def trace(contender: str, problem: Problem, direction: Direction, platform: str) -> Programs:
     """Traces a contender's programs.
 
     Raises:
@@ -52,12 +55,13 @@ def trace(contender: str, problem: Problem, platform: str) -> Programs:
     attention = CONTENDERS[contender].attention(problem, platform)
     specs = problem.differentiable(), problem.constants()
     with jax.default_matmul_precision("highest" if problem.dtype == "float32" else None):
+        if direction == "forward":
+            return Programs(jax.jit(forward(attention, problem)).trace(*specs))
         linearized = jax.jit(linearize(attention)).trace(*specs)
         _, pull = linearized.out_info
         return Programs(
-            jax.jit(forward(attention, problem)).trace(*specs),
-            linearized,
             jax.jit(backward(problem)).trace(pull, problem.query),
+            linearized,
             jax.jit(forward_and_backward(attention, problem)).trace(*specs, problem.query),
         )
 
@@ -86,15 +90,15 @@ class Prepared:
 
     Attributes:
       problem: what they solve.
-      programs: by contender.
+      programs: by direction and contender.
       expected: what they are compared with.
-      absent: why others have none.
+      absent: why others have none, by direction and contender.
     """
 
     problem: Problem
-    programs: dict[str, Programs]
+    programs: dict[Direction, dict[str, Programs]]
     expected: Any
-    absent: dict[str, str]
+    absent: dict[Direction, dict[str, str]]
 
 
 def prepare(
@@ -105,23 +109,24 @@ def prepare(
     Returns:
       A function that waits for them and returns them.
     """
-    compiling: dict[str, Programs] = {}
-    absent: dict[str, str] = {}
-    for name in names:
+    compiling: dict[tuple[Direction, str], Programs] = {}
+    absent: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
+    for direction, name in itertools.product(DIRECTIONS, names):
         try:
-            lowered = trace(name, problem, jax.default_backend()).map(lambda traced: traced.lower())
-            compiling[name] = lowered.map(lambda lowered: pool.submit(lowered.compile))
+            traced = trace(name, problem, direction, jax.default_backend())
+            lowered = traced.map(lambda program: program.lower())
+            compiling[direction, name] = lowered.map(lambda program: pool.submit(program.compile))
         except Exception as error:
-            absent[name] = reason(error)
+            absent[direction][name] = reason(error)
     compiling_expected = pool.submit(compile_expected, lower_expected(problem))
 
     def wait() -> Prepared:
-        programs: dict[str, Programs] = {}
-        for name, futures in compiling.items():
+        programs: dict[Direction, dict[str, Programs]] = {d: {} for d in DIRECTIONS}
+        for (direction, name), futures in compiling.items():
             try:
-                programs[name] = futures.map(lambda future: future.result())
+                programs[direction][name] = futures.map(lambda future: future.result())
             except Exception as error:
-                absent[name] = reason(error)
+                absent[direction][name] = reason(error)
         return Prepared(problem, programs, compiling_expected.result(), absent)
 
     return wait

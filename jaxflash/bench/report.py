@@ -211,11 +211,16 @@ def largest_errors(rows: Sequence[Row]) -> str:
 
 def absences(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each reason why somebody is absent from some problems."""
-    counts: dict[tuple[str, str], int] = {}
-    for row in of_direction(rows, "forward"):
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for row in rows:
         for absent in row["absent"].items():
-            counts[absent] = counts.get(absent, 0) + 1
-    return [f"Absent from {n} problems: {name}: {why}" for (name, why), n in counts.items()]
+            of_one = counts.setdefault(absent, {})
+            of_one[row["direction"]] = of_one.get(row["direction"], 0) + 1
+    return [
+        f"Absent from {' and '.join(f'{n} {direction}' for direction, n in count.items())}: "
+        f"{name}: {why}"
+        for (name, why), count in counts.items()
+    ]
 
 
 def details(rows: Sequence[Row]) -> str:
