@@ -234,7 +234,7 @@ class TestRows:
             for length in (512, 1024)
             for h in (64, 128)
         ]
-        assert report.distinguishing(rows) == ["heads", "head_dim", "is_causal"]
+        assert report.distinguishing(rows) == ["head_dim", "heads", "is_causal"]
 
     def test_merging_keeps_what_each_file_knows(self):
         ours = row(self.PROBLEM, "forward", {"jaxflash": 1.0}, {}, {"rival": "no"}, 100.0)

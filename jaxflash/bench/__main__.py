@@ -186,6 +186,7 @@ def run(
             (problem, name): measured_elsewhere(name, problem)
             for problem in group.problems
             for name in contenders_of(group)
+            if time.time() < deadline
         }
     known = {**facts(settings.commit), "bytes_per_second": bytes_per_second()}
     results: Results = {"groups": {}}

@@ -11,15 +11,15 @@ from jaxflash.bench.problems import DIRECTIONS, Direction
 from jaxflash.bench.results import Results, Row, best_rival
 
 WORDS: dict[str, Callable[[Any], str]] = {
-    "batch": "B={}".format,
+    "dtype": str,
+    "head_dim": "H={}".format,
     "heads": "N={}".format,
     "kv_heads": lambda heads: f"K={heads or 'N'}",
-    "head_dim": "H={}".format,
-    "dtype": str,
-    "is_causal": lambda is_causal: "causal" if is_causal else "full",
+    "batch": "B={}".format,
     "window": lambda window: "any distance" if window is None else f"window {window}",
     "feature": str,
     "repeats": "{} calls".format,
+    "is_causal": lambda is_causal: "causal" if is_causal else "full",
 }
 """How what distinguishes problems of one length is said."""
 
@@ -120,11 +120,10 @@ def over_length(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     names = distinguishing(rows)
     lengths = sorted({row["length"] for row in rows})
     lines: dict[tuple[str, str], dict[int, str]] = {}
-    order = [*(name for name in names if name != "is_causal"), "is_causal"]
 
     def place(row: Row) -> Any:
         return row["direction"] != "forward", [
-            (isinstance(row[name], str), row[name] or 0) for name in order
+            (isinstance(row[name], str), row[name] or 0) for name in names
         ]
 
     for row in sorted(rows, key=place):
@@ -157,10 +156,12 @@ def speed_table(rows: Sequence[Row]) -> str:
         text = marked(row, OURS, rate and f"{rate * factor:.3g}")
         return f"{text} ({', '.join(parts)})" if parts else text
 
-    said = f"{name} of jaxflash"
+    brackets = []
     if rivals:
-        said += f" (how many times as fast as the best of: {rivals}"
-        said += "; share of a large matrix product's rate in the same run)"
+        brackets.append(f"how many times as fast as the best of: {rivals}")
+    if any(row["matmul_tflops"] for row in rows):
+        brackets.append("share of a large matrix product's rate in the same run")
+    said = f"{name} of jaxflash" + (f" ({'; '.join(brackets)})" if brackets else "")
     return f"{said}; - absent, ! wrong result:\n\n{over_length(rows, cell)}"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxflash import _modules
+from jaxflash import __version__, _modules
 from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.problems import PROBLEM_FIELDS, problem_of
 
@@ -98,7 +98,7 @@ def facts(commit_name: str | None = None) -> dict[str, Any]:
         "commit": commit_name or commit(),
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
-        "jaxflash": version("jaxflash"),
+        "jaxflash": __version__,
         **{name: version(name) for name in sorted(map(str, rivals)) if version(name)},
     }
 
