@@ -167,7 +167,7 @@ class TestContenders:
 
     def test_those_not_installed_or_of_other_platforms_are_left_out(self):
         names = contenders.default_contenders("cpu")
-        assert names == ["jaxflash", "jax.nn xla"]
+        assert names == ["jaxflash", "jax.nn xla", "dense"]
         missing = Contender(problems.dense_attention, module="no_such_package.at_all")
         assert not contenders.is_installed(missing)
 
@@ -318,6 +318,12 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "Absent from 4 forward and 4 backward: failing: RuntimeError: out of luck" in printed
         assert "Absent from 4 backward: one-way: NotImplementedError: no gradient" in printed
+
+    def test_one_length_is_drawn_in_bars(self, tmp_path):
+        out = tmp_path / "found.json"
+        arguments = ["--heads", "1", "--lengths", "16", "--out", str(out)]
+        command.main(arguments)
+        assert (tmp_path / "found-custom-speed.png").exists()
 
     def test_a_wrong_result_of_jaxflash_fails(self, tmp_path, monkeypatch):
         lying = Contender(lambda problem: lambda query, key, value: query)

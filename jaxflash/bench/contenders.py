@@ -269,12 +269,9 @@ def is_installed(contender: Contender) -> bool:
 
 
 def default_contenders(platform: str) -> list[str]:
-    """Returns the names of those that are installed and made for a platform.
-
-    Without the plain formula, which does what `jax.nn` can't and is slower where both can.
-    """
+    """Returns the names of those that are installed and made for a platform."""
     return [
         name
         for name, contender in CONTENDERS.items()
-        if platform in contender.platforms and name != "dense" and is_installed(contender)
+        if platform in contender.platforms and is_installed(contender)
     ]

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxflash.bench.problems import DIRECTIONS, problem_of
+from jaxflash.bench.problems import DIRECTIONS, Direction, problem_of
 from jaxflash.bench.report import contenders, distinguishing, label, of_direction, unit
 from jaxflash.bench.results import Row
 
-COLORS = ("tab:blue", "0.45", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown")
+COLORS = [
+    *(f"tab:{color}" for color in ("blue", "orange", "green", "red", "purple", "brown", "pink")),
+    *("0.45", "tab:olive", "tab:cyan", "black"),
+]
 MARKS = {"forward": "o", "backward": "s"}
-TITLES = {"forward": "forward", "backward": "backward"}
-MEMORY_TITLES = {"forward": "forward", "backward": "forward and backward"}
 MOST_PANELS = 4
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is drawn over length.
+
+    Attributes:
+      title: what it is; the machine is added.
+      unit: of the axis.
+      of: its value for a contender in a row of results; None where it is not known.
+      directions: what a panel of each direction is called.
+      most: the value that can't be passed, of a row.
+    """
+
+    title: str
+    unit: str
+    of: Callable[[Row, str], float | None]
+    directions: dict[Direction, str]
+    most: Callable[[Row], float | None] | None = None
 
 
 def _figure(width: float, height: float, columns: int, rows: int = 1, **settings: Any) -> Any:
@@ -52,57 +74,93 @@ def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each kind of problem, masks apart; of many kinds the first ones."""
+def _kinds(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each kind of problem, whatever the mask and the length."""
     names = [name for name in distinguishing(rows) if name != "is_causal"]
-    panels: dict[str, list[Row]] = {}
+    kinds: dict[str, list[Row]] = {}
     for row in rows:
-        panels.setdefault(label(row, names), []).append(row)
-    return dict(sorted(panels.items())[:MOST_PANELS])
+        kinds.setdefault(label(row, names), []).append(row)
+    return kinds
 
 
-def _draw_over_length(
-    group: dict[str, Any],
-    path: Path,
-    value: Callable[[Row, str], float | None],
-    titles: dict[str, str],
-    decorate: Callable[[Any, Sequence[Row]], None],
-    title: str,
-) -> None:
-    """Draws a line for each contender and mask: a panel for each direction and kind of problem."""
-    rows = group["rows"]
-    names, panels = contenders(rows), _panels(rows)
-    figure, axes = _figure(9.5, 1.2 + 2.6 * len(panels), 2, len(panels), sharex=True, sharey=True)
-    for of_kind, (kind, panel) in zip(axes, panels.items(), strict=True):
+def _draw(group: dict[str, Any], path: Path, quantity: Quantity) -> None:
+    """Draws lines over length, or bars where there is one length only."""
+    several = len({row["length"] for row in group["rows"]}) > 1
+    figure, axes = (_lines if several else _bars)(group["rows"], quantity)
+    _finish(figure, axes, f"{quantity.title}, {_where(group)}", path)
+
+
+def _lines(rows: Sequence[Row], quantity: Quantity) -> tuple[Any, Any]:
+    """A line for each contender and mask: a panel for each direction and kind of problem."""
+    names, kinds = contenders(rows), dict(list(_kinds(rows).items())[:MOST_PANELS])
+    figure, axes = _figure(9.5, 1.2 + 2.6 * len(kinds), 2, len(kinds), sharex=True, sharey=True)
+    for of_kind, (kind, panel) in zip(axes, kinds.items(), strict=True):
         for ax, direction in zip(of_kind, DIRECTIONS, strict=True):
             here = of_direction(panel, direction)
             for name in names:
-                _draw_lines(ax, here, name, _color(name, names), value)
-            ax.set_xscale("log", base=2)
+                _line(ax, here, name, _color(name, names), quantity)
+            _draw_most(ax.axhline, here, quantity)
             lengths = sorted({row["length"] for row in here})
+            ax.set_xscale("log", base=2)
             ax.set_xticks(lengths, [str(length) for length in lengths])
             ax.minorticks_off()
-            ax.set_title(", ".join(filter(None, (titles[direction], kind))))
-            decorate(ax, here)
+            ax.set_title(", ".join(filter(None, (quantity.directions[direction], kind))))
+        of_kind[0].set_ylabel(quantity.unit)
+        _scale(of_kind[0], "y", quantity)
     for ax in axes[-1]:
         ax.set_xlabel("sequence length")
-    _finish(figure, axes, title, path)
+    return figure, axes
 
 
-def _draw_lines(
-    ax: Any, rows: Iterable[Row], name: str, color: str, value: Callable[[Row, str], float | None]
-) -> None:
+def _line(ax: Any, rows: Iterable[Row], name: str, color: str, quantity: Quantity) -> None:
     for is_causal, style in ((False, "-"), (True, "--")):
         points = {
             row["length"]: y
             for row in rows
-            if row["is_causal"] == is_causal and (y := value(row, name)) is not None
+            if row["is_causal"] == is_causal and (y := quantity.of(row, name)) is not None
         }
         if points:
             lengths = sorted(points)
             said = f"{name}, {'causal' if is_causal else 'full'}"
             ax.plot(lengths, [points[n] for n in lengths], style, marker="o", ms=4, color=color,
                     label=said)  # fmt: skip
+
+
+def _bars(rows: Sequence[Row], quantity: Quantity) -> tuple[Any, Any]:
+    """A bar for each contender and problem: a panel for each direction."""
+    names, attributes = contenders(rows), distinguishing(rows)
+    labels = list(dict.fromkeys(label(row, attributes) for row in rows))
+    height = 0.8 / len(names)
+    size = 1.6 + 0.25 * len(labels) * max(2, len(names))
+    figure, axes = _figure(9.5, size, 2, sharex=True, sharey=True)
+    for ax, direction in zip(axes[0], DIRECTIONS, strict=True):
+        here = of_direction(rows, direction)
+        for place, name in enumerate(names):
+            values = [quantity.of(row, name) or 0 for row in here]
+            y = [labels.index(label(row, attributes)) + (place + 0.5) * height for row in here]
+            ax.barh(y, values, height, color=_color(name, names), label=name)
+        _draw_most(ax.axvline, here, quantity)
+        ax.set_yticks([place + 0.4 for place in range(len(labels))], labels)
+        ax.set_title(quantity.directions[direction])
+        ax.set_xlabel(quantity.unit)
+        _scale(ax, "x", quantity)
+    axes[0, 0].invert_yaxis()
+    return figure, axes
+
+
+def _draw_most(line: Callable[..., Any], rows: Iterable[Row], quantity: Quantity) -> None:
+    known = [most for row in rows if quantity.most and (most := quantity.most(row))]
+    if known:
+        most = statistics.median(known)
+        line(most, color="black", linewidth=1, linestyle=":", label="matrix product")
+
+
+def _scale(ax: Any, axis: str, quantity: Quantity) -> None:
+    """From zero where there is a most, else logarithmic."""
+    if quantity.most:
+        ax.set(**{f"{axis}lim": (0, None)})
+    else:
+        ax.set(**{f"{axis}scale": "log"})
 
 
 def draw_speed(group: dict[str, Any], path: Path) -> None:
@@ -113,17 +171,11 @@ def draw_speed(group: dict[str, Any], path: Path) -> None:
         tflops = row["tflops"].get(contender)
         return tflops and tflops * factor
 
-    def decorate(ax: Any, rows: Sequence[Row]) -> None:
-        most = sorted(row["matmul_tflops"] for row in rows if row["matmul_tflops"])
-        if most:
-            ax.axhline(most[len(most) // 2] * factor, color="black", linewidth=1, linestyle=":",
-                       label="matrix product")  # fmt: skip
-        ax.set_ylim(0)
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel(name)
+    def of_matmul(row: Row) -> float | None:
+        return row["matmul_tflops"] and row["matmul_tflops"] * factor
 
-    title = f"Speed of attention on {_where(group)}"
-    _draw_over_length(group, path, rate, TITLES, decorate, title)
+    directions: dict[Direction, str] = {"forward": "forward", "backward": "backward"}
+    _draw(group, path, Quantity("Speed of attention", name, rate, directions, of_matmul))
 
 
 def draw_memory(group: dict[str, Any], path: Path) -> None:
@@ -133,13 +185,9 @@ def draw_memory(group: dict[str, Any], path: Path) -> None:
         size = row["memory"].get(contender, {}).get("workspace_bytes")
         return size and size / 2**20
 
-    def decorate(ax: Any, rows: Sequence[Row]) -> None:
-        ax.set_yscale("log")
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel("MiB")
-
-    title = f"Memory that attention needs beside operands and results, {_where(group)}"
-    _draw_over_length(group, path, mib, MEMORY_TITLES, decorate, title)
+    title = "Memory of attention beside operands and results"
+    directions: dict[Direction, str] = {"forward": "forward", "backward": "forward and backward"}
+    _draw(group, path, Quantity(title, "MiB", mib, directions))
 
 
 def draw_roofline(group: dict[str, Any], path: Path) -> None:

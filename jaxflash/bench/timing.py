@@ -10,7 +10,7 @@ from typing import Any
 
 MEASUREMENT_SECONDS = 0.03
 MOST_TURNS, FEWEST_TURNS = 7, 3
-ROUNDS_SECONDS = 10.0
+ROUNDS_SECONDS = 6.0
 """What lasts longer has fewer turns."""
 
 Times = dict[str, Any]
