@@ -1,5 +1,6 @@
 """`python -m jaxflash.bench`: what it counts, checks and shows, and that the README shows it."""
 
+import contextlib
 import functools
 import json
 import math
@@ -165,6 +166,41 @@ class TestContenders:
         monkeypatch.setitem(sys.modules, "tokamax", module)
         trace("tokamax", Problem(1, 16, 2, 8, feature="soft cap 50"), "forward", "gpu")
 
+    def test_kvax_gets_positions_segments_and_a_mask(self, monkeypatch):
+        def create_attention_mask(*places, calc_bwd_mask, mesh):
+            assert [place.shape for place in places] == [(2, 16)] * 4
+            return "mask"
+
+        def flash_attention(query, key, value, *places_and_mask, scale, mesh):
+            assert places_and_mask[-1] == "mask"
+            assert scale == 0.25
+            return query
+
+        operations = types.SimpleNamespace(
+            create_attention_mask=create_attention_mask, flash_attention=flash_attention
+        )
+        utilities = types.SimpleNamespace(attention_specs=lambda *_: contextlib.nullcontext())
+        monkeypatch.setitem(sys.modules, "kvax.ops", operations)
+        monkeypatch.setitem(sys.modules, "kvax.utils", utilities)
+        problem = Problem(2, 16, 2, 16, is_causal=True, feature="8 documents")
+        trace("kvax", problem, "forward", "gpu")
+        with pytest.raises(NotImplementedError, match="always causal"):
+            trace("kvax", Problem(2, 16, 2, 16), "forward", "gpu")
+
+    def test_pallas_triton_is_traced(self):
+        trace("pallas triton", Problem(1, 128, 2, 64, is_causal=True), "backward", "gpu")
+
+    def test_pallas_mosaic_gets_a_scaled_query(self, monkeypatch):
+        module = types.SimpleNamespace(
+            TuningConfig=lambda **settings: settings,
+            attention=lambda query, key, value, config: query if config["causal"] else key,
+        )
+        monkeypatch.setitem(sys.modules, CONTENDERS["pallas mosaic"].module, module)
+        problem = Problem(1, 8, 2, 16, is_causal=True)
+        query = jnp.ones(problem.query.shape)
+        scaled = CONTENDERS["pallas mosaic"].attention(problem, "gpu")(query, query, query)
+        assert (scaled == 0.25).all()
+
     def test_those_not_installed_or_of_other_platforms_are_left_out(self):
         names = contenders.default_contenders("cpu")
         assert names == ["jaxflash", "jax.nn xla", "dense"]
@@ -244,6 +280,29 @@ class TestRows:
         assert both["ratio"] == {"rival": 2.0}
         assert both["absent"] == {}
         assert both["matmul_tflops"] == 100.0
+
+
+class TestFacts:
+    def test_of_a_gpu(self, monkeypatch):
+        answer = types.SimpleNamespace(stdout="NVIDIA H200, 580.1\nNVIDIA H200, 580.1\n")
+        monkeypatch.setattr(results.subprocess, "run", lambda *_, **__: answer)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        found = results.facts("abc")
+        assert (found["device"], found["driver"]) == ("NVIDIA H200", "580.1")
+        assert (found["commit"], found["jax"]) == ("abc", jax.__version__)
+
+    def test_of_a_gpu_without_nvidia_smi(self, monkeypatch):
+        def missing(*_, **__):
+            raise FileNotFoundError
+
+        monkeypatch.setattr(results.subprocess, "run", missing)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        found = results.facts("abc")
+        assert (found["device"], found["driver"]) == (jax.devices()[0].device_kind, None)
+
+    def test_of_an_installed_package_there_is_no_commit(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(results, "__file__", str(tmp_path / "a" / "b" / "results.py"))
+        assert results.commit() is None
 
 
 class TestPresets:
