@@ -35,7 +35,7 @@ from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.measure import bytes_per_second, contenders_of, measure_group
 from jaxflash.bench.memory import measure_peak, measured_elsewhere
 from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
-from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem
+from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem, problem_of
 from jaxflash.bench.programs import lower_expected, trace
 from jaxflash.bench.results import Results, Row, facts, merged, read, reason, write
 
@@ -166,10 +166,9 @@ class Progress:
 def add_peaks(rows: Iterable[Row], peaks: dict[tuple[Problem, str], Any]) -> None:
     """Adds the memory that processes of their own measured, to the rows of output and gradients."""
     for row in rows:
-        if row["direction"] == "backward":
-            for (problem, name), peak in peaks.items():
-                if all(row[key] == value for key, value in problem.to_json().items()):
-                    row["memory"][name] = {**row["memory"].get(name, {}), **peak}
+        for (problem, name), peak in peaks.items():
+            if row["direction"] == "backward" and problem == problem_of(row):
+                row["memory"][name] = {**row["memory"].get(name, {}), **peak}
 
 
 def run(
