@@ -208,8 +208,8 @@ class BlockedAttention:
         if self.column_count == 0:
             return init
 
-        def step(carry, column):
-            def run():
+        def step(carry: Any, column: Block) -> tuple[Any, None]:
+            def run() -> Any:
                 return body(carry, self.load_column(column))
 
             return self.if_seen(row, column, run, carry), None

@@ -3,6 +3,8 @@
 Everything here must be tried on every supported JAX version.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import threading
@@ -17,7 +19,7 @@ from jax.interpreters import ad
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 
-def varying_axes(*arrays: Any) -> frozenset:
+def varying_axes(*arrays: Any) -> frozenset[Any]:
     """The manual mesh axes of `shard_map` along which any of `arrays` varies.
 
     The attribute of the type has no documented name; this one is there from 0.10 on.
@@ -173,7 +175,7 @@ def spec_on_mesh(sharding: Sharding | None, mesh: AbstractMesh, rank: int) -> li
     return axes + [()] * (rank - len(axes))
 
 
-def tracing_on_one_device() -> Callable[[], AbstractContextManager]:
+def tracing_on_one_device() -> Callable[[], AbstractContextManager[None]]:
     """Of what a device computes, as of now: x64 mode as it is here, and no mesh in sight.
 
     The compiler asks for it later, from any thread, whose settings are other ones.

@@ -9,9 +9,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxflash import _validation as validation
-from jaxflash._attention import flash_attention
+from jaxflash._attention import Implementation, flash_attention
 
-_IMPLEMENTATIONS = {None: None, "xla": "xla", "cudnn": "native"}
+_IMPLEMENTATIONS: dict[str | None, Implementation] = {None: None, "xla": "xla", "cudnn": "native"}
 
 
 @overload

@@ -31,6 +31,8 @@ from jaxflash._operands import (
 )
 from jaxflash._platforms import BACKWARD, FORWARD, PLATFORMS, Call, Platform
 
+Kernel = Callable[..., Sequence[jax.Array]]
+
 
 @functools.cache
 def _warn_once(message: str) -> None:
@@ -38,7 +40,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) -> None:
+def register_lowerings(primitive: Primitive, native: Kernel, xla: Kernel) -> None:
     """Registers how a primitive lowers on every platform.
 
     Args:
@@ -52,7 +54,7 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
         for name, platform in PLATFORMS.items()
     }
 
-    def lower(platform: str | None, context, *operands, **params):
+    def lower(platform: str | None, context: Any, *operands: Any, **params: Any) -> Any:
         name = platform or ", ".join(context.platforms or context.module_context.platforms)
         implementation = params["config"].implementation
         if implementation == "xla":
@@ -72,11 +74,11 @@ def register_lowerings(primitive: Primitive, native: Callable, xla: Callable) ->
         mlir.register_lowering(primitive, functools.partial(lower, name), platform=name)
 
 
-def _lowering(primitive: Primitive, native: Callable, module: Module) -> Callable:
+def _lowering(primitive: Primitive, native: Kernel, module: Module) -> Callable[..., Any]:
     """How a primitive lowers to the native kernels of a platform, on one device or on many."""
     lower_plainly = mlir.lower_fun(native, multiple_results=True)
 
-    def lower(context, *operands, **params):
+    def lower(context: Any, *operands: Any, **params: Any) -> Any:
         if _compat.is_manual(context) or _compat.is_export(context):
             return lower_plainly(context, *operands, **params)
         mesh = _compat.mesh_of(context)
@@ -102,7 +104,7 @@ def _why_not(
     return PLATFORMS[platform].limitation(config, named, wanted)
 
 
-def forward(platform: Platform, *operands, config: Config) -> Sequence[jax.Array]:
+def forward(platform: Platform, *operands: Any, config: Config) -> Sequence[jax.Array]:
     """Calls the forward kernel; operands and results of `forward_p`."""
     named = platform.readable(config.named(operands))
     query, value = named["query"], named["value"]
@@ -124,7 +126,9 @@ def forward(platform: Platform, *operands, config: Config) -> Sequence[jax.Array
     return [outputs[name].reshape(shape) for name, (shape, _) in results.items()]
 
 
-def backward(platform: Platform, *operands, config: Config, wanted: Wanted) -> Sequence[jax.Array]:
+def backward(
+    platform: Platform, *operands: Any, config: Config, wanted: Wanted
+) -> Sequence[jax.Array]:
     """Calls the backward kernel; operands and results of `backward_p`."""
     count = len(config.operands)
     given = config.named(operands[:count])

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxflash import _compat
 from jaxflash._operands import (
@@ -109,7 +109,9 @@ def _rule(layout: Layout, shapes: Sequence[Sequence[int]], results: Sequence[Seq
             whole[dimension] = None
         return dimension
 
-    def mappings(all_letters: Sequence[str], all_shapes: Sequence[Sequence[int]]) -> tuple:
+    def mappings(
+        all_letters: Sequence[str], all_shapes: Sequence[Sequence[int]]
+    ) -> tuple[ArrayMapping, ...]:
         return tuple(
             ArrayMapping(*(factor(dimension) for dimension in layout.dimensions(letters, shape)))
             for letters, shape in zip(all_letters, all_shapes, strict=True)
@@ -162,7 +164,9 @@ class Plan:
             spec.append(self.dealt.get(dimension) or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def shardings(self, all_letters: Sequence[str], arrays: Sequence[Any]) -> tuple:
+    def shardings(
+        self, all_letters: Sequence[str], arrays: Sequence[Any]
+    ) -> tuple[NamedSharding, ...]:
         """How several are."""
         pairs = zip(all_letters, arrays, strict=True)
         return tuple(self.sharding(letters, array.shape) for letters, array in pairs)
@@ -206,7 +210,12 @@ def _fitting(mesh: AbstractMesh, layout: Layout, dimension: str, axes: MeshAxes)
     return ()
 
 
-def _local_call(function: Callable, plan: Plan, results: Sequence[Any], *operands: jax.Array):
+def _local_call(
+    function: Callable[..., Sequence[jax.Array]],
+    plan: Plan,
+    results: Sequence[Any],
+    *operands: jax.Array,
+) -> list[jax.Array]:
     """What one device computes: `function` of its parts of the operands."""
     layout = plan.layout
     if not plan.shares_key_heads:
@@ -240,7 +249,7 @@ def _among_heads(of_one: jax.Array, key_head: jax.Array, key_heads: int) -> jax.
 
 
 def partitioned(
-    function: Callable,
+    function: Callable[..., Sequence[jax.Array]],
     mesh: AbstractMesh,
     *operands: jax.Array,
     config: Config,
@@ -260,12 +269,14 @@ def partitioned(
     layout = Layout.of([operand.shape for operand in operands], config, wanted)
     on_one_device = _compat.tracing_on_one_device()
 
-    def result_shardings(_: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple:
+    def result_shardings(
+        _: Any, arrays: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Sharding, ...]:
         if mesh.empty:
             return (_compat.replicated(),) * len(results)
         return Plan.of(mesh, layout, arrays).shardings(layout.results, results)
 
-    def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]):
+    def partition(_: Any, arrays: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
         to = result_shardings(mesh, arrays, results)
         if mesh.empty:
             run, from_ = function, (_compat.replicated(),) * len(arrays)

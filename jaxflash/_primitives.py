@@ -44,6 +44,9 @@ LSE_NAME = "flash_attention_lse"
 
 _RESIDUALS = ("output", "logit_max", "log_sum")
 
+Dims = Sequence[int | None]
+"""The mapped axis of each operand or result; None where it is not mapped."""
+
 
 def _primitive(name: str) -> Primitive:
     primitive = Primitive(name)
@@ -51,7 +54,7 @@ def _primitive(name: str) -> Primitive:
     compiled = jax.jit(primitive.bind, static_argnames=("config", "tangents", "wanted"))
 
     @primitive.def_impl
-    def _(*operands, **params):
+    def _(*operands: Any, **params: Any) -> Any:
         # Under `jax.disable_jit` too a primitive is compiled, as JAX's own are.
         with jax.disable_jit(False):
             return compiled(*operands, **params)
@@ -90,18 +93,18 @@ def _backward(config: Config, operands: Sequence[Any], wanted: Wanted) -> list[A
 # The implementations in `_xla` as functions of flat operands, as primitives have them.
 
 
-def _xla_forward(*operands, config: Config):
+def _xla_forward(*operands: Any, config: Config) -> Sequence[jax.Array]:
     return _xla.forward(config, config.named(operands))
 
 
-def _xla_tangent(*operands, config: Config, tangents: tuple[str, ...]):
+def _xla_tangent(*operands: Any, config: Config, tangents: tuple[str, ...]) -> Sequence[jax.Array]:
     count = len(config.operands)
     primals, residuals = operands[:count], operands[count : count + len(_RESIDUALS)]
     named_tangents = dict(zip(tangents, operands[count + len(_RESIDUALS) :], strict=True))
     return _xla.tangent(config, config.named(primals), residuals, named_tangents)
 
 
-def _xla_backward(*operands, config: Config, wanted: Wanted):
+def _xla_backward(*operands: Any, config: Config, wanted: Wanted) -> Sequence[jax.Array]:
     count = len(config.operands)
     primals = config.named(operands[:count])
     residuals = dict(zip(BACKWARD_OPERANDS, operands[count:], strict=True))
@@ -114,7 +117,7 @@ def _xla_backward(*operands, config: Config, wanted: Wanted):
 
 
 @forward_p.def_abstract_eval
-def _(*operands, config: Config):
+def _(*operands: Any, config: Config) -> Sequence[Any]:
     named = config.named(operands)
     query, value = named["query"], named["value"]
     rows = query.shape[:-1]
@@ -124,14 +127,14 @@ def _(*operands, config: Config):
 
 
 @tangent_p.def_abstract_eval
-def _(*operands, config: Config, tangents: tuple[str, ...]):
+def _(*operands: Any, config: Config, tangents: tuple[str, ...]) -> Sequence[Any]:
     del tangents
     count = len(config.operands)
     return operands[count], operands[count + 2]
 
 
 @backward_p.def_abstract_eval
-def _(*operands, config: Config, wanted: Wanted):
+def _(*operands: Any, config: Config, wanted: Wanted) -> Sequence[Any]:
     named = config.named(operands[: len(config.operands)])
     return [
         _compat.result_type(
@@ -155,7 +158,9 @@ def _nonzero(names: Sequence[str], tangents: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _forward_jvp(primals, tangents, *, config: Config):
+def _forward_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, config: Config
+) -> tuple[Sequence[Any], Sequence[Any]]:
     output, logit_max, log_sum = _forward(config, primals)
     output = checkpoint_name(output, OUTPUT_NAME)
     logit_max = checkpoint_name(logit_max, LSE_NAME)
@@ -168,7 +173,9 @@ def _forward_jvp(primals, tangents, *, config: Config):
     return residuals, (d_output, _compat.zero_tangent(logit_max), d_lse)
 
 
-def _tangent_transpose(cotangents, *operands, config: Config, tangents: tuple[str, ...]):
+def _tangent_transpose(
+    cotangents: Sequence[Any], *operands: Any, config: Config, tangents: tuple[str, ...]
+) -> list[Any]:
     """Binds `backward_p` for the tangents that are linear; the others' cotangents are None."""
     count = len(config.operands) + len(_RESIDUALS)
     linear = [
@@ -217,13 +224,19 @@ def _transposed(
 
 
 @functools.partial(jax.jit, static_argnames=("function", "positions", "params"))
-def _xla_jvp(function: Callable, operands, tangents, positions: tuple[int, ...], params: tuple):
+def _xla_jvp(
+    function: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[Any],
+    tangents: tuple[Any, ...],
+    positions: tuple[int, ...],
+    params: tuple[tuple[str, Any], ...],
+) -> Sequence[jax.Array]:
     """The derivative of one of the functions above, through its own program.
 
     Compiled, so that a call outside `jit` finds its loops in the cache.
     """
 
-    def of_some(*some):
+    def of_some(*some: Any) -> tuple[jax.Array, ...]:
         filled = list(operands)
         for position, operand in zip(positions, some, strict=True):
             filled[position] = operand
@@ -232,12 +245,17 @@ def _xla_jvp(function: Callable, operands, tangents, positions: tuple[int, ...],
     return jax.jvp(of_some, tuple(operands[position] for position in positions), tangents)[1]
 
 
-def _jvp_through_xla(function: Callable, operands, tangents: dict[int, Any], params):
+def _jvp_through_xla(
+    function: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[Any],
+    tangents: dict[int, Any],
+    params: dict[str, Any],
+) -> Sequence[jax.Array]:
     """Tangents of `function(*operands, **params)`; `tangents` are by position."""
     operands = _compat.vary_alike(operands)
     directions = _compat.vary_alike(list(tangents.values()), like=operands)
-    params = tuple(params.items())
-    return _xla_jvp(function, operands, tuple(directions), tuple(tangents), params)
+    static = tuple(params.items())
+    return _xla_jvp(function, operands, tuple(directions), tuple(tangents), static)
 
 
 def _by_position(tangents: Sequence[Any]) -> dict[int, Any]:
@@ -248,7 +266,13 @@ def _by_position(tangents: Sequence[Any]) -> dict[int, Any]:
     }
 
 
-def _tangent_jvp(primals, tangents_in, *, config: Config, tangents: tuple[str, ...]):
+def _tangent_jvp(
+    primals: Sequence[Any],
+    tangents_in: Sequence[Any],
+    *,
+    config: Config,
+    tangents: tuple[str, ...],
+) -> tuple[Sequence[Any], Sequence[Any]]:
     """Linear in the tangents, so these keep their own transpose; through `xla` in the rest."""
     params = {"config": config, "tangents": tangents}
     results = _tangent(config, primals, tangents)
@@ -263,7 +287,9 @@ def _tangent_jvp(primals, tangents_in, *, config: Config, tangents: tuple[str, .
     return results, [functools.reduce(ad.add_jaxvals, term) for term in zip(*terms, strict=True)]
 
 
-def _backward_jvp(primals, tangents_in, *, config: Config, wanted: Wanted):
+def _backward_jvp(
+    primals: Sequence[Any], tangents_in: Sequence[Any], *, config: Config, wanted: Wanted
+) -> tuple[Sequence[Any], Sequence[Any]]:
     results = _backward(config, primals, wanted)
     params = {"config": config, "wanted": wanted}
     directions = _by_position(tangents_in)
@@ -279,7 +305,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 # Batching.
 
 
-def _batched(operands, dims, full: Sequence[int]) -> list[Any]:
+def _batched(operands: Sequence[Any], dims: Dims, full: Sequence[int]) -> list[Any]:
     """Puts the mapped axis in front, of size 1 where not mapped; expanded for positions `full`."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     result = []
@@ -291,7 +317,9 @@ def _batched(operands, dims, full: Sequence[int]) -> list[Any]:
     return result
 
 
-def _forward_batch(operands, dims, *, config: Config):
+def _forward_batch(
+    operands: Sequence[Any], dims: Dims, *, config: Config
+) -> tuple[Sequence[Any], Dims]:
     operands = _batched(operands, dims, full=[config.operands.index("query")])
     return _forward(config, operands), [0] * 3
 
@@ -301,12 +329,16 @@ def _with_residuals(config: Config, count: int) -> list[int]:
     return [config.operands.index("query"), *range(first, first + count)]
 
 
-def _tangent_batch(operands, dims, *, config: Config, tangents: tuple[str, ...]):
+def _tangent_batch(
+    operands: Sequence[Any], dims: Dims, *, config: Config, tangents: tuple[str, ...]
+) -> tuple[Sequence[Any], Dims]:
     operands = _batched(operands, dims, full=_with_residuals(config, len(_RESIDUALS)))
     return _tangent(config, operands, tangents), [0] * 2
 
 
-def _backward_batch(operands, dims, *, config: Config, wanted: Wanted):
+def _backward_batch(
+    operands: Sequence[Any], dims: Dims, *, config: Config, wanted: Wanted
+) -> tuple[Sequence[Any], Dims]:
     operands = _batched(operands, dims, full=_with_residuals(config, len(BACKWARD_OPERANDS)))
     wanted = tuple((name, (True, *full)) for name, full in wanted)
     return _backward(config, operands, wanted), [0] * len(wanted)

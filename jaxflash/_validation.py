@@ -184,6 +184,15 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def check_size(name: str, value: Any) -> int:
+    """Checks that a size is a Python or NumPy int, 1 or more."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an int, got {_describe(value)}")
+    if value < 1:
+        raise ValueError(f"{name}: expected 1 or more, got {value}")
+    return int(value)
+
+
 def check_sinks(sinks: jax.Array, heads: int) -> None:
     """Checks dtype and shape of the sinks."""
     if not jnp.issubdtype(sinks.dtype, jnp.floating):

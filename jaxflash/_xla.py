@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,17 @@ from jax import lax
 from jaxflash._blocks import Block, BlockedAttention, rematerialised
 from jaxflash._operands import Config, Operands
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def _at_config_precision(function: Callable) -> Callable:
+
+def _at_config_precision(
+    function: Callable[Concatenate[Config, P], R],
+) -> Callable[Concatenate[Config, P], R]:
     """Traces `function(config, ...)` under the matmul precision that the call was made with."""
 
     @functools.wraps(function)
-    def wrapped(config: Config, *args, **kwargs):
+    def wrapped(config: Config, *args: P.args, **kwargs: P.kwargs) -> R:
         with jax.default_matmul_precision(config.precision):
             return function(config, *args, **kwargs)
 
@@ -51,7 +57,7 @@ def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, j
     def row_body(row: Block) -> tuple[jax.Array, ...]:
         row = problem.load_row(row)
 
-        def column_body(carry, column: Block):
+        def column_body(carry: Any, column: Block) -> tuple[jax.Array, ...]:
             accumulator, row_max, row_sum = carry
             logits, visible, _ = problem.logits(row, column)
             logits = jnp.where(visible, logits, -jnp.inf)
@@ -106,7 +112,7 @@ def tangent(
         row = problem.load_row(row)
         d_scaled_query = problem.scaled_query_tangent(row, tangents.get("scale"))
 
-        def column_body(carry, column: Block):
+        def column_body(carry: Any, column: Block) -> tuple[jax.Array, ...]:
             d_output, d_lse = carry
             weights, visible, slope = problem.weights(row, column)
             d_logits = jnp.zeros_like(weights)
@@ -171,13 +177,13 @@ def backward(
     row_sums = problem.zeros_of(rows["query"].shape) if "query" in parts else None
     bias_sum = problem.zeros_of(wanted["bias"]) if "bias" in parts else None
 
-    def column_body(carry, column: Block):
+    def column_body(carry: Any, column: Block) -> tuple[Any, Block]:
         column = problem.load_column(column)
 
-        def row_body(carry, inputs):
+        def row_body(carry: Any, inputs: Any) -> Any:
             row, row_sum = inputs
 
-            def run():
+            def run() -> Any:
                 part = _pair_cotangents(problem, problem.load_row(row), column, keep, parts)
                 column_sum, bias_sum = carry
                 column_sum = {name: total + part[name] for name, total in column_sum.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxflash import _validation as validation
 from jaxflash._attention import Implementation, WindowSize, flash_attention
 
 try:
@@ -102,8 +103,29 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           key: JAX PRNG key of the weights.
 
         Raises:
-          ValueError: `num_heads` is not a multiple of `num_key_value_heads`.
+          TypeError: a number of heads or a size is no int.
+          ValueError: a number of heads or a size is less than 1, or `num_heads` is not a multiple
+            of `num_key_value_heads`.
         """
+        kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        sizes = {
+            "num_heads": num_heads,
+            "num_key_value_heads": kv_heads,
+            "query_size": query_size,
+            "key_size": key_size,
+            "value_size": value_size,
+            "output_size": output_size,
+            "qk_size": qk_size,
+            "vo_size": vo_size,
+        }
+        for name, size in sizes.items():
+            if size is not None:
+                validation.check_size(name, size)
+        if num_heads % kv_heads:
+            raise ValueError(
+                f"num_key_value_heads: expected a divisor of num_heads = {num_heads}, "
+                f"got {kv_heads}"
+            )
         super().__init__(
             num_heads,
             query_size,
@@ -121,12 +143,6 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             dtype,
             key=key,
         )
-        kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        if kv_heads < 1 or num_heads % kv_heads:
-            raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_heads = {num_heads}, "
-                f"got {kv_heads}"
-            )
         if kv_heads != num_heads:
             _, key_key, value_key, _ = jax.random.split(key, 4)
             self.key_proj = eqx.nn.Linear(
@@ -198,7 +214,13 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 f"shapes {query.shape}, {key_.shape}, {value.shape}"
             )
 
-        def attend(query, key_, value, mask, key):
+        def attend(
+            query: jax.Array,
+            key_: jax.Array,
+            value: jax.Array,
+            mask: jax.Array | None,
+            key: jax.Array | None,
+        ) -> jax.Array:
             heads = (
                 _project(self.query_proj, query, self.num_heads, self.qk_size),
                 _project(self.key_proj, key_, self.num_key_value_heads, self.qk_size),

@@ -138,13 +138,17 @@ def attention_fn(
                 f"{name}: expected the query's batch axes {batch}, got {array.shape[:-3]}, "
                 f"shape {array.shape}"
             )
+    query, key, value = (_folded(array, batch) for array in (query, key, value))
+    pairs = (query.shape[-2], query.shape[-3], key.shape[-3])
     with _matmul_precision(precision):
         output = flash_attention(
-            _folded(query, batch),
-            _folded(key, batch),
-            _folded(value, batch),
-            None if bias is None else _folded(jnp.asarray(bias), batch),
-            None if mask is None else _folded(jnp.asarray(mask).astype(bool), batch),
+            query,
+            key,
+            value,
+            None if bias is None else _folded_pairs("bias", jnp.asarray(bias), batch, pairs),
+            None
+            if mask is None
+            else _folded_pairs("mask", jnp.asarray(mask).astype(bool), batch, pairs),
             is_causal=is_causal,
             dropout_rate=rate,
             dropout_key=dropout_key if rate else None,
@@ -169,6 +173,22 @@ def _folded(array: jax.Array, batch: tuple[int, ...]) -> jax.Array:
         own = batch
         array = jnp.broadcast_to(array, (*own, *rest))
     return array.reshape(math.prod(own), *rest)
+
+
+def _folded_pairs(
+    name: str, array: jax.Array, batch: tuple[int, ...], pairs: tuple[int, int, int]
+) -> jax.Array:
+    """A bias or a mask, folded, that must broadcast to `[*batch, *pairs]`; `pairs` is N, T, S."""
+    shape = (*batch, *pairs)
+    sizes = (1,) * (len(shape) - array.ndim) + array.shape
+    if len(sizes) > len(shape) or any(
+        size not in (1, full) for size, full in zip(sizes, shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name}: expected a shape broadcastable to [batch..., N, T, S] = {shape}, "
+            f"got {array.shape}"
+        )
+    return _folded(array, batch)
 
 
 def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager[Any]:

@@ -352,10 +352,38 @@ def test_training(make):
 # What raises.
 
 
-@pytest.mark.parametrize("kv_heads", [0, 3, 8, -1])
-def test_wrong_key_value_heads(kv_heads):
+@pytest.mark.parametrize("kv_heads", [3, 8])
+def test_key_value_heads_that_do_not_divide(kv_heads):
     with pytest.raises(ValueError, match=f"num_key_value_heads.*4.*{kv_heads}"):
         MultiheadAttention(**SIZES, num_key_value_heads=kv_heads, key=KEY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_heads",
+        "num_key_value_heads",
+        "query_size",
+        "key_size",
+        "value_size",
+        "output_size",
+        "qk_size",
+        "vo_size",
+    ],
+)
+@pytest.mark.parametrize(
+    ("size", "error", "got"),
+    [
+        (4.0, TypeError, r"an int, got float 4\.0"),
+        ("4", TypeError, "an int, got str '4'"),
+        (True, TypeError, "an int, got bool True"),
+        (0, ValueError, "1 or more, got 0"),
+        (-1, ValueError, "1 or more, got -1"),
+    ],
+)
+def test_wrong_sizes(name, size, error, got):
+    with pytest.raises(error, match=f"^{name}: expected {got}$"):
+        MultiheadAttention(**{**SIZES, name: size}, key=KEY)
 
 
 @pytest.mark.parametrize(

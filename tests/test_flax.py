@@ -1,6 +1,7 @@
 """`jaxflash.flax.attention_fn` in Flax's modules, compared with Flax's own attention."""
 
 import inspect
+import re
 from functools import partial
 
 import jax
@@ -489,6 +490,20 @@ def test_raises(options, error, named):
     (x,) = inputs(np.float32, (2, 5, 4, 6))
     with pytest.raises(error, match=named):
         attention_fn(x, x, x, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask"])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 5, 7), (3, 2, 4, 5, 5), (6, 4, 5, 5), (1, 1, 1, 1, 5, 5)]
+)
+def test_pairs_that_do_not_fit_two_batch_axes_raise(name, shape):
+    (x,) = inputs(np.float32, (2, 3, 5, 4, 6))
+    expected = re.escape(
+        f"{name}: expected a shape broadcastable to [batch..., N, T, S] = (2, 3, 4, 5, 5), "
+        f"got {shape}"
+    )
+    with pytest.raises(ValueError, match=expected):
+        attention_fn(x, x, x, **{name: np.ones(shape, np.float32)})
 
 
 @pytest.mark.parametrize("swapped", ["key", "value"])

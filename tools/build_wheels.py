@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 # Python that builds -> (Python, JAX) that each of its wheels is tried with.
 TRIALS = {
@@ -40,7 +41,7 @@ print("jax", jax.__version__, *state)
 """
 
 
-def run(*command: str | Path, **options) -> str:
+def run(*command: str | Path, **options: Any) -> str:
     return subprocess.run(
         [str(part) for part in command], check=True, text=True, stdout=subprocess.PIPE, **options
     ).stdout

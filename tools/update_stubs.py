@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from nanobind.stubgen import StubGen
+from nanobind.stubgen import StubGen  # pyright: ignore[reportMissingTypeStubs]
 
 PACKAGE = Path(__file__).parent.parent / "jaxflash"
 

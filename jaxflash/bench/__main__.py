@@ -1,0 +1,273 @@
+"""Times attention on this machine, and checks results and weighs memory in the same run.
+
+    python -m jaxflash.bench                                  # a minute on a laptop; on a GPU, fa3
+    python -m jaxflash.bench --preset fa3 long --budget 500   # what is left after 500 s is said
+    python -m jaxflash.bench --batch 4 --heads 16 --kv-heads 4 --head-dim 128 --lengths 1024 4096
+    python -m jaxflash.bench --merge a.json b.json --out all.json
+
+Contenders are jaxflash and every alternative that is installed. They run jitted and take turns in
+one process, on random normal numbers. A measurement is as many calls as last 30 ms, dispatched
+back to back, and one wait; of seven (fewer where calls are long) the median is reported. Backward
+is the call of the vjp alone, its residuals computed before. Output and gradients of one head are
+compared with the formula in float32 (in float64 where they are float32). A contender that fails is
+reported with its error, and stops nobody. Writes JSON and, with matplotlib, pictures beside it:
+`pip install 'jaxflash[bench]'` for these and a progress bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxflash.bench import report
+from jaxflash.bench.contenders import CONTENDERS, OURS
+from jaxflash.bench.measure import bytes_per_second, contenders_of, measure_group
+from jaxflash.bench.memory import measure_peak, measured_elsewhere
+from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
+from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem, problem_of
+from jaxflash.bench.programs import lower_expected, trace
+from jaxflash.bench.results import Results, Row, facts, merged, read, reason, write
+
+CUSTOM = "custom"
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the settings of the command line."""
+    parser = argparse.ArgumentParser(
+        "python -m jaxflash.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--preset",
+        nargs="+",
+        choices=PRESETS,
+        metavar="NAME",
+        help=f"groups of known shapes: {', '.join(PRESETS)}",
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
+    shape = parser.add_argument_group("shapes of your own, instead of a preset")
+    shape.add_argument("--batch", type=int, metavar="B", help="default: 1")
+    shape.add_argument("--heads", type=int, metavar="N", help="default: 8")
+    shape.add_argument("--kv-heads", type=int, metavar="K", help="default: N")
+    shape.add_argument("--head-dim", type=int, metavar="H", help="default: 64")
+    shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; on a CPU float32")
+    shape.add_argument("--window", type=int, help="keys that a query sees to each side")
+    shape.add_argument(
+        "--feature", choices=FEATURES, metavar="NAME", help=f"one of: {'; '.join(FEATURES)}"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=CONTENDERS,
+        metavar="NAME",
+        help=f"default: those that are installed of {', '.join(CONTENDERS)}",
+    )
+    parser.add_argument("--budget", type=float, default=3600, help="seconds")
+    parser.add_argument(
+        "--peak-memory",
+        action="store_true",
+        help="measures what output, gradients and workspace take, in a process for each contender",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("jaxflash-bench.json"),
+        help="JSON file; keeps what other groups it has",
+    )
+    parser.add_argument("--no-plots", action="store_true")
+    parser.add_argument("--commit", help="of jaxflash, where git doesn't know")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measures nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="lowers everything for CUDA, measures nothing"
+    )
+    parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
+    settings = parser.parse_args(arguments)
+    if settings.preset and _own_shape(settings):
+        parser.error(f"--preset has shapes of its own, without {', '.join(_own_shape(settings))}")
+    return settings
+
+
+def _own_shape(settings: argparse.Namespace) -> dict[str, Any]:
+    """What was given of a problem's attributes, by name."""
+    names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "window", "feature")
+    given = vars(settings)
+    return {name: given[name] for name in names if given[name] is not None}
+
+
+def custom(settings: argparse.Namespace, platform: str) -> Group:
+    """Returns the problems of the shape that was given."""
+    dtype = "float32" if platform == "cpu" else "bfloat16"
+    defaults: dict[str, Any] = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": dtype}
+    shape = {**defaults, **_own_shape(settings)}
+    if shape["heads"] % (shape.get("kv_heads") or shape["heads"]):
+        sys.exit(f"--kv-heads: expected a divisor of {shape['heads']}, got {shape['kv_heads']}")
+    problems = [
+        Problem(length=length, is_causal=is_causal, **shape)
+        for length in settings.lengths or PRESETS["laptop"].lengths
+        for is_causal in (False, True)
+    ]
+    title = ", ".join(report.WORDS[name](value) for name, value in shape.items())
+    return Group(title, problems)
+
+
+def chosen(settings: argparse.Namespace, platform: str) -> dict[str, Group]:
+    """Returns the groups that were asked for, by name."""
+    if _own_shape(settings):
+        groups = {CUSTOM: custom(settings, platform)}
+    else:
+        names = settings.preset or [DEFAULT_PRESET.get(platform, "laptop")]
+        groups = {name: PRESETS[name].group(settings.lengths) for name in names}
+    if settings.contenders:
+        groups = {k: replace(g, contenders=settings.contenders) for k, g in groups.items()}
+    return groups
+
+
+class Progress:
+    """A bar of the problems that are done; without tqdm a line for each group."""
+
+    def __init__(self, total: int):
+        """Starts with none of `total` problems done."""
+        try:
+            self._bar = importlib.import_module("tqdm").tqdm(total=total, unit="problem")
+        except ModuleNotFoundError:
+            self._bar = None
+
+    def describe(self, text: str) -> None:
+        """Says what is done now."""
+        if self._bar is None:
+            print(text, file=sys.stderr)
+        else:
+            self._bar.set_description(text)
+
+    def advance(self) -> None:
+        """Counts a problem."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def add_peaks(rows: Iterable[Row], peaks: dict[tuple[Problem, str], Any]) -> None:
+    """Adds the memory that processes of their own measured, to the rows of output and gradients."""
+    for row in rows:
+        for (problem, name), peak in peaks.items():
+            if row["direction"] == "backward" and problem == problem_of(row):
+                row["memory"][name] = {**row["memory"].get(name, {}), **peak}
+
+
+def run(
+    groups: dict[str, Group], settings: argparse.Namespace, save: Callable[[Results], None]
+) -> Results:
+    """Measures groups, and saves what there is after each problem."""
+    deadline = time.time() + settings.budget
+    progress = Progress(sum(len(group.problems) for group in groups.values()))
+    peaks: dict[tuple[Problem, str], Any] = {}
+    # Processes of their own come first: this one may hold most of a GPU's memory afterwards.
+    for group in groups.values() if settings.peak_memory else ():
+        progress.describe("peak memory")
+        peaks |= {
+            (problem, name): measured_elsewhere(name, problem)
+            for problem in group.problems
+            for name in contenders_of(group)
+            if time.time() < deadline
+        }
+    known = {**facts(settings.commit), "bytes_per_second": bytes_per_second()}
+    results: Results = {"groups": {}}
+    for name, group in groups.items():
+        progress.describe(name)
+        rows: list[Row] = []
+        results["groups"][name] = {"title": group.title, **known, "rows": rows}
+        for of_problem in measure_group(group, deadline):
+            add_peaks(of_problem, peaks)
+            rows += of_problem
+            save(results)
+            progress.advance()
+    progress.close()
+    return results
+
+
+def dry_run(groups: dict[str, Group]) -> None:
+    """Lowers every program for CUDA and prints what can't be."""
+    for name, group in groups.items():
+        lowered, absent = 0, dict[tuple[str, str, str], int]()
+        for problem in group.problems:
+            for direction, contender in product(DIRECTIONS, group.contenders or CONTENDERS):
+                try:
+                    trace(contender, problem, direction, "gpu").map(_lower_for_cuda)
+                    lowered += 1
+                except Exception as error:
+                    missing = direction, contender, reason(error)
+                    absent[missing] = absent.get(missing, 0) + 1
+            lower_expected(problem)
+        print(f"{name}: {len(group.problems)} problems, {lowered} programs lowered")
+        for (direction, contender, why), count in absent.items():
+            print(f"  absent from {direction} of {count} problems: {contender}: {why}")
+
+
+def _lower_for_cuda(traced: Any) -> Any:
+    return traced.lower(lowering_platforms=("cuda",))
+
+
+def draw(results: Results, out: Path) -> list[Path]:
+    """Draws the groups where matplotlib is installed; returns the files."""
+    try:
+        plots = importlib.import_module("jaxflash.bench.plots")
+        return [
+            path
+            for name, group in results["groups"].items()
+            for path in plots.draw(group, out.with_name(f"{out.stem}-{name}"))
+        ]
+    except ModuleNotFoundError as error:
+        print(f"no pictures: {error} (pip install 'jaxflash[bench]')", file=sys.stderr)
+        return []
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
+    settings = parse_arguments(arguments)
+    if settings.peak_of:
+        name, attributes = settings.peak_of
+        print(json.dumps(measure_peak(name, Problem(**json.loads(attributes)))))
+        return
+    if settings.merge:
+        results = merged(map(read, settings.merge))
+        write(results, settings.out)
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        if settings.dry_run:
+            dry_run(chosen(settings, "gpu"))
+            return
+        groups = chosen(settings, jax.default_backend())
+        before = read(settings.out) if settings.out.exists() else {"groups": {}}
+        others = {"groups": {k: g for k, g in before["groups"].items() if k not in groups}}
+        results = run(groups, settings, lambda found: write(merged([others, found]), settings.out))
+        for group in results["groups"].values():
+            print(report.details(group["rows"]), end="\n\n")
+    print(report.summary(results))
+    paths = [settings.out, *([] if settings.no_plots else draw(results, settings.out))]
+    print("\n" + "\n".join(map(str, paths)))
+    wrong = [
+        row for group in results["groups"].values() for row in group["rows"] if OURS in row["wrong"]
+    ]
+    if wrong:
+        sys.exit(f"jaxflash has wrong results in {len(wrong)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Checks, times and weighs the contenders of a problem."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxflash.bench.contenders import default_contenders
+from jaxflash.bench.costs import matmul_flops
+from jaxflash.bench.presets import Group
+from jaxflash.bench.problems import (
+    DIRECTIONS,
+    Arrays,
+    Direction,
+    Problem,
+    make_operands,
+    normals,
+)
+from jaxflash.bench.programs import Prepared, Programs, prepare
+from jaxflash.bench.results import BUDGET_SPENT, Row, rated, reason
+from jaxflash.bench.timing import Call, Times, take_turns
+
+CHUNK = 8  # problems compiled together
+MATMUL_SIZE = {"cpu": 2048, "gpu": 8192}
+COPIED_BYTES = {"cpu": 2**28, "gpu": 2**32}
+MATMUL = "matrix product"
+
+
+def relative_errors(found: Arrays, correct: Arrays) -> dict[str, float]:
+    """Returns the relative error of each result in the Frobenius norm."""
+    errors: dict[str, float] = {}
+    for name, array in correct.items():
+        difference = np.asarray(found[name], np.float64) - np.asarray(array, np.float64)
+        errors[name] = float(np.linalg.norm(difference) / np.linalg.norm(array))
+    return errors
+
+
+def yardstick(dtype: str) -> tuple[Call, int]:
+    """Returns a product of two square matrices, and its FLOP.
+
+    In the dtype of a problem; on a CPU in float32, in which CPUs compute whatever the dtype.
+    """
+    backend = jax.default_backend()
+    size = MATMUL_SIZE.get(backend, 4096)
+    spec = jax.ShapeDtypeStruct((size, size), jnp.dtype("float32" if backend == "cpu" else dtype))
+    square = normals(0, spec)
+    product = _product("highest" if spec.dtype == jnp.float32 else None)
+    return lambda: product(square, square), matmul_flops(size, size, size)
+
+
+@functools.cache
+def _product(precision: str | None) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(jnp.matmul, precision=precision))
+
+
+def bytes_per_second() -> float:
+    """Returns the rate at which a large array is read and written."""
+    size = COPIED_BYTES.get(jax.default_backend(), 2**28)
+    array = jnp.zeros(size // 4, jnp.float32)
+    negate = jax.jit(jnp.negative)
+    times = take_turns({"copy": lambda: negate(array)}, jax.block_until_ready)
+    return 2 * size / times["copy"]["median_s"]
+
+
+def measure(prepared: Prepared) -> list[Row]:
+    """Checks and times a problem's contenders; returns a row for each direction."""
+    problem = prepared.problem
+    operands, constants, cotangent = make_operands(problem)
+    correct = jax.device_get(
+        prepared.expected(
+            problem.checked_parts(operands),
+            problem.checked_parts(constants),
+            problem.checked_part("output", cotangent),
+        )
+    )
+    return [
+        _measure_direction(prepared, direction, (operands, constants, cotangent), correct)
+        for direction in DIRECTIONS
+    ]
+
+
+def _measure_direction(
+    prepared: Prepared,
+    direction: Direction,
+    arrays: tuple[Arrays, Arrays, jax.Array],
+    correct: Arrays,
+) -> Row:
+    problem, absent = prepared.problem, dict(prepared.absent[direction])
+    programs = prepared.programs[direction]
+    calls: dict[str, Call] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for name, of_one in programs.items():
+        try:
+            call = _call(of_one, direction, *arrays)
+            found = {"output": call()} if direction == "forward" else call()
+            # The plain formula drops other probabilities: right, but not comparable.
+            if not (problem.dropout_rate and name == "dense"):
+                of_direction = {result: correct[result] for result in found}
+                errors[name] = relative_errors(problem.checked_parts(found), of_direction)
+            del found
+            calls[name] = call
+        except Exception as error:
+            absent[name] = reason(error)
+    return rated(
+        {
+            "direction": direction,
+            **problem.to_json(),
+            **_timed(problem, calls),
+            "errors": errors,
+            "memory": {name: planned_memory(programs[name]) for name in calls},
+            "absent": absent,
+        }
+    )
+
+
+def _call(
+    programs: Programs, direction: Direction, operands: Arrays, constants: Arrays, cotangent: Any
+) -> Call:
+    """Returns the call that is timed; what comes before it runs now."""
+    if direction == "forward":
+        return functools.partial(programs.timed, operands, constants)
+    _, pull = programs.linearize(operands, constants)
+    return functools.partial(programs.timed, pull, cotangent)
+
+
+def _timed(problem: Problem, calls: dict[str, Call]) -> dict[str, Any]:
+    """Times the contenders, each repeat of a program by itself, and a matrix product."""
+    product, flops = yardstick(problem.dtype)
+    times = take_turns({**calls, MATMUL: product}, jax.block_until_ready)
+    matmul_tflops = flops / times.pop(MATMUL)["median_s"] / 1e12
+    return {
+        "times": {name: _share(of_one, problem.repeats) for name, of_one in times.items()},
+        "matmul_tflops": matmul_tflops,
+    }
+
+
+def _share(times: Times, repeats: int) -> Times:
+    low, high = times["quartiles_s"]
+    return {
+        **times,
+        "median_s": times["median_s"] / repeats,
+        "quartiles_s": [low / repeats, high / repeats],
+    }
+
+
+def planned_memory(programs: Programs) -> dict[str, int]:
+    """Returns the bytes that XLA plans for a call, backward for output and gradients in one.
+
+    `arrays_bytes` are operands and results, `workspace_bytes` what it sets aside beside them.
+    """
+    analysis = (programs.both or programs.timed).memory_analysis()
+    if analysis is None:
+        return {}
+    return {
+        "arrays_bytes": analysis.argument_size_in_bytes + analysis.output_size_in_bytes,
+        "workspace_bytes": analysis.temp_size_in_bytes,
+    }
+
+
+def absent_rows(problem: Problem, names: Iterable[str], why: str) -> list[Row]:
+    """Returns the rows of a problem that nobody solved."""
+    return [
+        rated(
+            {
+                "direction": direction,
+                **problem.to_json(),
+                "times": {},
+                "matmul_tflops": None,
+                "errors": {},
+                "memory": {},
+                "absent": dict.fromkeys(names, why),
+            }
+        )
+        for direction in DIRECTIONS
+    ]
+
+
+def contenders_of(group: Group) -> Sequence[str]:
+    """Returns who solves a group's problems on the default device."""
+    return group.contenders or default_contenders(jax.default_backend())
+
+
+def measure_group(group: Group, deadline: float) -> Iterator[list[Row]]:
+    """Yields the rows of each problem.
+
+    Args:
+      group: the problems.
+      deadline: from this time on (`time.time()`) problems are left out, and said to be.
+    """
+    names = contenders_of(group)
+    for start in range(0, len(group.problems), CHUNK):
+        chunk = group.problems[start : start + CHUNK]
+        waits: list[Callable[[], Prepared]] = []
+        if time.time() < deadline:
+            # Nothing is compiled any more when the first is measured.
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                waits = [prepare(problem, names, pool) for problem in chunk]
+        for problem, wait in zip_longest(chunk, waits):
+            yield _measure_or_say_why(problem, names, wait, deadline)
+
+
+def _measure_or_say_why(
+    problem: Problem, names: Iterable[str], wait: Callable[[], Prepared] | None, deadline: float
+) -> list[Row]:
+    if wait is None or time.time() > deadline:
+        return absent_rows(problem, names, BUDGET_SPENT)
+    try:
+        return measure(wait())
+    except Exception as error:
+        return absent_rows(problem, names, reason(error))

@@ -1,0 +1,258 @@
+"""Tables of results, in Markdown that reads well in a terminal too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxflash.bench.contenders import OURS
+from jaxflash.bench.problems import DIRECTIONS, Direction
+from jaxflash.bench.results import Results, Row, best_rival
+
+WORDS: dict[str, Callable[[Any], str]] = {
+    "dtype": str,
+    "head_dim": "H={}".format,
+    "heads": "N={}".format,
+    "kv_heads": lambda heads: f"K={heads or 'N'}",
+    "batch": "B={}".format,
+    "window": lambda window: "any distance" if window is None else f"window {window}",
+    "feature": str,
+    "repeats": "{} calls".format,
+    "is_causal": lambda is_causal: "causal" if is_causal else "full",
+}
+"""How what distinguishes problems of one length is said."""
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], *, left: int) -> str:
+    """Returns a Markdown table with padded cells.
+
+    Args:
+      header: names of the columns.
+      lines: the cells.
+      left: how many columns, the first ones, are aligned on the left.
+    """
+    cells = [list(header), *map(list, lines)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    rule = [
+        "-" * width if place < left else "-" * (width - 1) + ":"
+        for place, width in enumerate(widths)
+    ]
+
+    def padded(place: int, cell: str) -> str:
+        return cell.ljust(widths[place]) if place < left else cell.rjust(widths[place])
+
+    return "\n".join(
+        f"| {' | '.join(padded(place, cell) for place, cell in enumerate(line))} |"
+        for line in (cells[0], rule, *cells[1:])
+    )
+
+
+def distinguishing(rows: Sequence[Row]) -> list[str]:
+    """Returns the attributes in which problems of one length differ, and always causality."""
+
+    def differs(name: str) -> bool:
+        values: dict[int, set[Any]] = {}
+        for row in rows:
+            values.setdefault(row["length"], set()).add(row[name])
+        return any(len(of_length) > 1 for of_length in values.values())
+
+    return [name for name in WORDS if name == "is_causal" or differs(name)]
+
+
+def label(row: Row, names: Iterable[str]) -> str:
+    """Returns the attributes of a row's problem in words."""
+    return ", ".join(WORDS[name](row[name]) for name in names)
+
+
+def unit(rows: Iterable[Row]) -> tuple[str, float]:
+    """Returns the unit of rates that gives readable numbers, and how many make a TFLOP/s."""
+    fastest = max((rate for row in rows for rate in row["tflops"].values()), default=0)
+    return ("TFLOP/s", 1.0) if fastest > 2 else ("GFLOP/s", 1000.0)
+
+
+def contenders(rows: Iterable[Row]) -> list[str]:
+    """Returns who was measured at least once, jaxflash first."""
+    names = dict.fromkeys(name for row in rows for name in row["times"])
+    return sorted(names, key=lambda name: name != OURS)
+
+
+def of_direction(rows: Iterable[Row], direction: Direction) -> list[Row]:
+    """Returns the rows of one direction."""
+    return [row for row in rows if row["direction"] == direction]
+
+
+def conditions(group: dict[str, Any]) -> str:
+    """Returns where and of what a group was measured, in a sentence."""
+    device = group["device"]
+    if group.get("cores"):
+        device += f", {group['cores']} cores ({group['instruction_set']})"
+    versions = [
+        f"{name} {group[name]}"
+        for name in ("driver", "cuda", "cudnn", "jax")
+        if group.get(name) and not (group["platform"] == "cpu" and name != "jax")
+    ]
+    parts = [device, *versions, group["date"]]
+    if group.get("commit"):
+        parts.append(f"commit {group['commit']}")
+    return f"{group['title']}. {', '.join(parts)}."
+
+
+def summary(results: Results) -> str:
+    """Returns tables of jaxflash's speed and memory over length, for every group."""
+    return "\n\n".join(
+        f"**{name}**: {conditions(group)}\n\n{group_summary(group)}"
+        for name, group in results["groups"].items()
+    )
+
+
+def group_summary(group: dict[str, Any]) -> str:
+    """Returns a group's tables, and what is to be said about them."""
+    rows = group["rows"]
+    parts = [speed_table(rows)]
+    parts += [mean_ratio(rows, rival) for rival in contenders(rows) if rival != OURS]
+    parts += [largest_errors(rows), memory_table(rows), *absences(rows)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def over_length(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """Returns a table with a column for each length and a line for each other problem."""
+    names = distinguishing(rows)
+    lengths = sorted({row["length"] for row in rows})
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+
+    def place(row: Row) -> Any:
+        return row["direction"] != "forward", [
+            (isinstance(row[name], str), row[name] or 0) for name in names
+        ]
+
+    for row in sorted(rows, key=place):
+        line = lines.setdefault((row["direction"], label(row, names)), {})
+        line[row["length"]] = cell(row)
+    return table(
+        ["direction", "problem", *map(str, lengths)],
+        [[*line, *(cells.get(length, "") for length in lengths)] for line, cells in lines.items()],
+        left=2,
+    )
+
+
+def marked(row: Row, name: str, text: str | None) -> str:
+    """Returns a dash for who is absent, an ! after who is wrong."""
+    return (text or "-") + ("!" if name in row["wrong"] else "")
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """Returns jaxflash's rate, how many times as fast as the best rival, and share of a matmul."""
+    name, factor = unit(rows)
+    rivals = ", ".join(rival for rival in contenders(rows) if rival != OURS)
+
+    def cell(row: Row) -> str:
+        rate, best, most = row["tflops"].get(OURS), best_rival(row), row["matmul_tflops"]
+        parts = []
+        if best:
+            parts.append(f"{row['ratio'][best]:.2f}x")
+        if rate and most:
+            parts.append(f"{rate / most:.0%}")
+        text = marked(row, OURS, rate and f"{rate * factor:.3g}")
+        return f"{text} ({', '.join(parts)})" if parts else text
+
+    brackets = []
+    if rivals:
+        brackets.append(f"how many times as fast as the best of: {rivals}")
+    if any(row["matmul_tflops"] for row in rows):
+        brackets.append("share of a large matrix product's rate in the same run")
+    said = f"{name} of jaxflash" + (f" ({'; '.join(brackets)})" if brackets else "")
+    return f"{said}; - absent, ! wrong result:\n\n{over_length(rows, cell)}"
+
+
+def memory_table(rows: Sequence[Row]) -> str:
+    """Returns what each contender needs beside operands and results, empty where unknown."""
+    names = [name for name in contenders(rows) if any(row["memory"].get(name) for row in rows)]
+    if not names:
+        return ""
+
+    def cell(row: Row) -> str:
+        sizes = (row["memory"].get(name, {}).get("workspace_bytes") for name in names)
+        return " / ".join("-" if size is None else f"{size / 2**20:.3g}" for size in sizes)
+
+    return (
+        f"MiB that XLA sets aside beside operands and results, {' / '.join(names)} "
+        f"(backward: output and gradients in one program):\n\n{over_length(rows, cell)}"
+    )
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Returns the mean of ratios."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def mean_ratio(rows: Sequence[Row], rival: str) -> str:
+    """Returns a line about a rival, of the rows where both it and jaxflash have times."""
+    ratios: dict[str, list[float]] = {}
+    for direction in DIRECTIONS:
+        of_one = [row["ratio"] for row in of_direction(rows, direction)]
+        ratios[direction] = [ratio[rival] for ratio in of_one if rival in ratio]
+    parts = [
+        f"{direction} {geometric_mean(values):.2f} (least {min(values):.2f})"
+        for direction, values in ratios.items()
+        if values
+    ]
+    return f"Times as fast as {rival}, geometric mean: {', '.join(parts) or 'not measured'}."
+
+
+def largest_errors(rows: Sequence[Row]) -> str:
+    """Returns a line of how wrong each contender was."""
+    largest: dict[str, float] = {}
+    for row in rows:
+        for name, errors in row["errors"].items():
+            largest[name] = max(largest.get(name, 0.0), *errors.values())
+    errors = (f"{name} {error:.1e}" for name, error in largest.items())
+    return f"Largest relative error: {', '.join(errors)}." if largest else ""
+
+
+def absences(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each reason why somebody is absent from some problems."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for row in rows:
+        for absent in row["absent"].items():
+            of_one = counts.setdefault(absent, {})
+            of_one[row["direction"]] = of_one.get(row["direction"], 0) + 1
+    return [
+        f"Absent from {' and '.join(f'{n} {direction}' for direction, n in count.items())}: "
+        f"{name}: {why}"
+        for (name, why), count in counts.items()
+    ]
+
+
+def details(rows: Sequence[Row]) -> str:
+    """Returns a table with a line for each contender of each problem."""
+    names = distinguishing(rows)
+    rate_unit, factor = unit(rows)
+    header = ["direction", "problem", "T", "contender", "ms", "±", rate_unit, "of matmul"]
+    header += ["of best", "workspace MiB", "measured MiB", "error"]
+
+    def mib(size: int | None) -> str:
+        return "" if size is None else f"{size / 2**20:.4g}"
+
+    def cells(row: Row, name: str) -> list[str]:
+        times, rate, memory = row["times"][name], row["tflops"][name], row["memory"].get(name, {})
+        low, high = times["quartiles_s"]
+        fastest = min(of_one["median_s"] for of_one in row["times"].values())
+        most, errors = row["matmul_tflops"], row["errors"].get(name)
+        return [
+            row["direction"],
+            label(row, names),
+            str(row["length"]),
+            name,
+            f"{times['median_s'] * 1e3:.3g}",
+            f"{(high - low) / 2 * 1e3:.1g}",
+            f"{rate * factor:.3g}",
+            f"{rate / most:.0%}" if most else "",
+            f"{fastest / times['median_s']:.2f}",
+            mib(memory.get("workspace_bytes")),
+            mib(memory.get("measured_bytes")),
+            marked(row, name, f"{max(errors.values()):.1e}") if errors else "",
+        ]
+
+    lines = [cells(row, name) for row in rows for name in contenders(rows) if name in row["times"]]
+    return table(header, lines, left=4)

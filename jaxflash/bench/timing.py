@@ -1,0 +1,69 @@
+"""Timing of calls that take turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MEASUREMENT_SECONDS = 0.03
+MOST_TURNS, FEWEST_TURNS = 7, 3
+ROUNDS_SECONDS = 6.0
+"""What lasts longer has fewer turns."""
+
+Times = dict[str, Any]
+Call = Callable[[], Any]
+Wait = Callable[[Any], Any]
+
+
+def summary(times: list[float]) -> Times:
+    """Returns the median and the quartiles of the seconds of a call, and how many were timed."""
+    low, median, high = statistics.quantiles(times, n=4)
+    return {"median_s": median, "quartiles_s": [low, high], "measurements": len(times)}
+
+
+def batch_seconds(call: Call, count: int, wait: Wait) -> float:
+    """Seconds of `count` calls dispatched back to back and one wait for the last result."""
+    start = time.perf_counter()
+    result = None
+    for _ in range(count):
+        result = call()
+    wait(result)
+    return time.perf_counter() - start
+
+
+def batch_size(call: Call, wait: Wait) -> tuple[int, float]:
+    """Returns how many calls last `MEASUREMENT_SECONDS`, and how long they do; warms up."""
+    count = 1
+    batch_seconds(call, count, wait)
+    while (elapsed := batch_seconds(call, count, wait)) < MEASUREMENT_SECONDS:
+        growth = 1.2 * MEASUREMENT_SECONDS / elapsed
+        count = math.ceil(count * min(growth, 10))
+    return count, elapsed
+
+
+def take_turns(calls: Mapping[str, Call], wait: Wait) -> dict[str, Times]:
+    """Times calls alternately, 7 measurements of each, or down to 3 where they are long.
+
+    A measurement is as many calls as last `MEASUREMENT_SECONDS`. A call that is not timed comes
+    before it, and pays for what the one before left behind (memory handed back, cold caches).
+
+    Args:
+      calls: by name; each dispatches one call and returns its results.
+      wait: waits until results are there.
+
+    Returns:
+      For each, the `summary` of a call's seconds in each measurement.
+    """
+    sizes = {name: batch_size(call, wait) for name, call in calls.items()}
+    a_round = sum(elapsed * (1 + 1 / count) for count, elapsed in sizes.values())
+    turns = int(min(max(ROUNDS_SECONDS / max(a_round, 1e-9), FEWEST_TURNS), MOST_TURNS))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            count = sizes[name][0]
+            batch_seconds(call, 1, wait)
+            times[name].append(batch_seconds(call, count, wait) / count)
+    return {name: summary(of_one) for name, of_one in times.items()}
