@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import sys
@@ -22,6 +23,18 @@ from jaxflash.bench.costs import attention_bytes, attention_flops, visible_pairs
 from jaxflash.bench.presets import HIDDEN, PRESETS, TOKENS
 from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem
 from jaxflash.bench.programs import trace
+
+
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_nobody_always_comes_after_the_same_one(count):
+    """A processor slows down after work that takes much power, whoever did it."""
+    names = [str(i) for i in range(count)]
+    order = [name for turn in range(7) for name in timing.order_of_turn(names, turn)]
+    assert sorted(order) == sorted(names * 7)
+    pairs = list(itertools.pairwise(order))
+    for name in names:
+        before = [first for first, second in pairs if second == name]
+        assert max(before.count(other) for other in names) <= 0.7 * len(before)
 
 
 class TestCosts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -44,6 +45,15 @@ def batch_size(call: Call, wait: Wait) -> tuple[int, float]:
     return count, elapsed
 
 
+def order_of_turn(names: list[str], turn: int) -> list[str]:
+    """Returns the names in the order of a turn: shuffled, each turn in its own way.
+
+    A processor slows down after work that takes much power. In a fixed order it would always be the
+    same one who comes after that.
+    """
+    return random.Random(turn).sample(names, len(names))
+
+
 def take_turns(calls: Mapping[str, Call], wait: Wait) -> dict[str, Times]:
     """Times calls alternately, 7 measurements of each, or down to 3 where they are long.
 
@@ -61,9 +71,9 @@ def take_turns(calls: Mapping[str, Call], wait: Wait) -> dict[str, Times]:
     a_round = sum(elapsed * (1 + 1 / count) for count, elapsed in sizes.values())
     turns = int(min(max(ROUNDS_SECONDS / max(a_round, 1e-9), FEWEST_TURNS), MOST_TURNS))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(turns):
-        for name, call in calls.items():
+    for turn in range(turns):
+        for name in order_of_turn(list(calls), turn):
             count = sizes[name][0]
-            batch_seconds(call, 1, wait)
-            times[name].append(batch_seconds(call, count, wait) / count)
+            batch_seconds(calls[name], 1, wait)
+            times[name].append(batch_seconds(calls[name], count, wait) / count)
     return {name: summary(of_one) for name, of_one in times.items()}
