@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from jaxflash.bench.report import summary
+from jaxflash.bench.report import speed_summary
 from jaxflash.bench.results import Results, read
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,7 +28,7 @@ def with_tables(readme: str, kind: str, results: Results) -> str:
     begin = BEGIN.format(kind)
     before, rest = readme.split(begin)
     _, after = rest.split(END, 1)
-    return f"{before}{begin}{summary(results)}\n{END}{after}"
+    return f"{before}{begin}{speed_summary(results)}\n{END}{after}"
 
 
 def draw(kind: str, results: Results) -> list[Path]:

@@ -269,7 +269,7 @@ class TestRows:
             )
             for direction, seconds in (("forward", 1e-5), ("backward", 2e-5))
         ]
-        text = report.group_summary({"rows": rows})
+        text = "\n".join([report.speed(rows), report.memory_table(rows), *report.absences(rows)])
         rate = f"{self.PROBLEM.flops('forward') / 1e-5 / 1e12:.3g}"
         assert f"| forward   | full    | {rate} (2.00x, 50%) |" in text
         assert "Times as fast as rival, geometric mean: forward 2.00 (least 2.00)" in text

@@ -100,19 +100,25 @@ def conditions(group: dict[str, Any]) -> str:
 
 def summary(results: Results) -> str:
     """Returns tables of jaxflash's speed and memory over length, for every group."""
+    return _of_groups(results, lambda rows: [speed(rows), memory_table(rows), *absences(rows)])
+
+
+def speed_summary(results: Results) -> str:
+    """Returns the tables of speed alone."""
+    return _of_groups(results, lambda rows: [speed(rows)])
+
+
+def _of_groups(results: Results, parts: Callable[[Sequence[Row]], list[str]]) -> str:
     return "\n\n".join(
-        f"**{name}**: {conditions(group)}\n\n{group_summary(group)}"
+        "\n\n".join(filter(None, [f"**{name}**: {conditions(group)}", *parts(group["rows"])]))
         for name, group in results["groups"].items()
     )
 
 
-def group_summary(group: dict[str, Any]) -> str:
-    """Returns a group's tables, and what is to be said about them."""
-    rows = group["rows"]
-    parts = [speed_table(rows)]
-    parts += [mean_ratio(rows, rival) for rival in contenders(rows) if rival != OURS]
-    parts += [largest_errors(rows), memory_table(rows), *absences(rows)]
-    return "\n\n".join(part for part in parts if part)
+def speed(rows: Sequence[Row]) -> str:
+    """Returns the table of speed, and what is to be said about it."""
+    ratios = [mean_ratio(rows, rival) for rival in contenders(rows) if rival != OURS]
+    return "\n\n".join(filter(None, [speed_table(rows), *ratios, largest_errors(rows)]))
 
 
 def over_length(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
