@@ -206,16 +206,14 @@ class Cuda(Platform):
             attributes["deterministic"] = np.int64(call.config.deterministic_gradients)
         return attributes
 
-    # What bounds workspaces of symbolic sizes: the least and most rows or keys of a tile, and more
-    # blocks than problems of few tiles are dealt to.
-    _LEAST_TILE, _MOST_TILE, _SPLIT_BLOCKS = 16, 128, 384
-    _STEP = 1024  # bytes
+    # What bounds workspaces of symbolic sizes: the least and most rows or keys of a tile, padded
+    # head dims, and more blocks than problems of few tiles are dealt to.
+    _LEAST_TILE, _MOST_TILE, _PADDED_DIMS, _SPLIT_BLOCKS = 16, 128, (64, 128, 256), 384
 
     def workspace(self, call: Call) -> list[Any]:
         """As many bytes as the module asks for, or at least as many where sizes are symbolic."""
         if not all(is_static(operand.shape) for operand in call.operands.values()):
-            steps = -(-self._most_bytes(call) // self._STEP)
-            return [call.type_of((steps, self._STEP), jnp.uint8)]  # either fits 32 bits
+            return [call.type_of((self._most_kibibytes(call), 1024), jnp.uint8)]
         code, attributes = self.module.code, call.attributes()
         assert code is not None
         operands = _dtypes_and_shapes(call.operand_types())
@@ -230,25 +228,32 @@ class Cuda(Platform):
             )
         return [call.type_of((size,), jnp.uint8)]
 
-    def _most_bytes(self, call: Call) -> Any:
-        """No fewer bytes than the module would ask for, whatever the sizes are."""
-        query, key, results = call.operands["query"], call.operands["key"], call.results
-        rows = -(-query.shape[-3] // self._LEAST_TILE)  # in tiles, as keys
-        keys = -(-key.shape[-3] // self._LEAST_TILE)
-        batches = math.prod(batch_shape(query))
-        dim = -(-max(query.shape[-1], call.operands["value"].shape[-1]) // 64) * 64
-        floats = self._SPLIT_BLOCKS * self._MOST_TILE * (2 * dim + 2)  # of sums that are dealt
+    def _most_kibibytes(self, call: Call) -> Any:
+        """No fewer than the module would ask for, whatever the sizes are.
+
+        A sum of KiB, not of bytes: an exported program computes it in 32 bits.
+        """
+        operands, results = call.operands, call.results
+        query, key, value = (operands[name].shape for name in ("query", "key", "value"))
+        strips = -(-query[-3] // self._LEAST_TILE)  # of rows, the smallest tiles, as of keys
+        key_tiles = -(-key[-3] // self._LEAST_TILE)
+        batches = math.prod(batch_shape(operands["query"]))
+        dim = min(size for size in self._PADDED_DIMS if size >= max(query[-1], value[-1]))
+        size = self._SPLIT_BLOCKS * self._MOST_TILE * (2 * dim + 2) // 256  # of sums that are dealt
         if "query" in results or "scale" in results:
-            floats += batches * query.shape[-2] * rows * (self._LEAST_TILE * dim + 1)
+            # A strip of 16 rows has dim / 16 KiB of floats, and 4 bytes of a counter.
+            size += batches * query[-2] * strips * (dim // 16) + batches * query[-2] * strips // 256
         if "bias" in results:
-            floats += math.prod(results["bias"][0])
-        size = 4 * floats + 16 * 256  # each array is aligned
-        if "query_segment_ids" in call.operands:
-            size += 8 * batches * (rows + keys)
-        if "mask" in call.operands:
-            mask = call.operands["mask"].shape
-            size += math.prod(mask[:-2]) * rows * keys
-        return size
+            *rest, columns = results["bias"][0]
+            size += (
+                math.prod(rest) * (-(-columns // 256)) if columns != 1 else math.prod(rest) // 256
+            )
+        if "query_segment_ids" in operands:
+            size += batches * (strips + key_tiles) // 128
+        if "mask" in operands:
+            heads = math.prod(operands["mask"].shape[:-2])
+            size += heads * (strips * key_tiles // 1024 + 1)
+        return size + 8  # each array is aligned, and what was divided may have left a rest
 
 
 def _dtypes_and_shapes(arrays: Sequence[Any]) -> list[tuple[str, tuple[int, ...]]]:

@@ -144,7 +144,7 @@ def test_b137_two_gpus_compute_their_parts(native, sizes, H, features):
     got = run(arrays, call.cotangents)
     compare(jax.tree.map(np.asarray, got), call)
     program = run.lower(arrays, call.cotangents).compile().as_text()
-    assert "all-gather" not in program.replace("all-gather(f32[]", "")
+    assert "all-gather" not in program
     local = math.prod(got["output"].sharding.shard_shape(got["output"].shape))
     assert 2 * local == got["output"].size
 
@@ -153,6 +153,7 @@ def test_b137_two_gpus_compute_their_parts(native, sizes, H, features):
 def test_two_threads_on_two_gpus(native):
     """Each device has its own kernels' attributes and command buffers."""
     call = make_call(Shape(T=300, S=333, N=4, H=64), jnp.dtype(jnp.bfloat16))
+    expected = call.check(native, gradients=False)["output"].astype(np.float32)
     failures = []
 
     def work(device):
@@ -160,9 +161,8 @@ def test_two_threads_on_two_gpus(native):
             with jax.default_device(device):
                 run = jax.jit(functools.partial(flash_attention, implementation=native))
                 arrays = [jax.device_put(x, device) for x in call.arrays.values()]
-                first = np.asarray(run(*arrays), np.float32)
                 for _ in range(50):
-                    np.testing.assert_array_equal(np.asarray(run(*arrays), np.float32), first)
+                    np.testing.assert_array_equal(np.asarray(run(*arrays), np.float32), expected)
         except Exception as error:
             failures.append(error)
 

@@ -87,7 +87,8 @@ const Kernel* find_kernel(const Problem& problem) {
 constexpr int64_t kLongest = 1 << 30;  // of a Hopper kernel's queries and keys
 
 // The Hopper kernel for a problem, as far as sizes and which operands there are tell; nullptr where
-// the portable one is to run: where rows are so few that keys are dealt to several blocks.
+// the portable one is to run: where there are no keys, too many, or so few rows that keys are dealt
+// to several blocks.
 const HopperKernel* find_hopper_kernel(const Problem& problem) {
   const bool empty = problem.key_length == 0;
   const bool huge = problem.query_length > kLongest || problem.key_length > kLongest;

@@ -41,7 +41,7 @@ inline sm80::ArrayStaging stage_arrays(const Problem& problem, const ForwardTile
 
 // What the rules beyond ranges need. Arrays that the driver makes no map of are read from global
 // memory, as those are that are not copied anyway.
-inline void prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
+inline Error prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
   const Problem& problem = params.problem;
   launch_maps(problem, tile.rows(), tile.keys, params.maps, stream);
   params.staging = stage_arrays(problem, tile);
@@ -50,6 +50,7 @@ inline void prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream
   };
   make(problem.bias, params.bias, params.staging.bias_bytes);
   make(problem.mask, params.mask, params.staging.mask_bytes);
+  return text_of(cudaGetLastError());
 }
 
 template <class T, int D, int V, Reach kReach, class Policy>
@@ -96,7 +97,8 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
     error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
   }
   if (error != nullptr) return error;
-  if (Policy::kEverything) prepare_rules(kTile, params, stream);
+  if (Policy::kEverything) error = prepare_rules(kTile, params, stream);
+  if (error != nullptr) return error;
 
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
