@@ -303,7 +303,7 @@ class BlockedAttention:
         logits, visible, slope = self.logits(row, column)
         visible &= self.from_rows(row["logit_max"] != -jnp.inf)[..., None]
         reference = jnp.where(row["logit_max"] != -jnp.inf, row["logit_max"], 0)
-        logits -= self.from_rows(reference)[..., None]
+        logits = below(logits, self.from_rows(reference)[..., None])
         logits -= self.from_rows(row["log_sum"])[..., None]
         weights = jnp.exp(jnp.where(visible, logits, 0))
         return jnp.where(visible, weights, 0), visible, slope
@@ -409,6 +409,16 @@ class BlockedAttention:
             rules.append(jnp.max(row_ids, axis=-1) >= jnp.min(column_ids, axis=-1))
             rules.append(jnp.min(row_ids, axis=-1) <= jnp.max(column_ids, axis=-1))
         return rules
+
+
+def below(logits: jax.Array, reference: jax.Array) -> jax.Array:
+    """Logits minus a reference, 0 for those above it.
+
+    A reference is a maximum of logits that were rounded, and is above all of them. But a compiler
+    may multiply and subtract at once, without rounding between; a comparison takes care that it
+    does not.
+    """
+    return jnp.where(logits > reference, reference, logits) - reference
 
 
 def sink_weights(sinks: jax.Array, logit_max: jax.Array, log_sum: jax.Array) -> jax.Array:

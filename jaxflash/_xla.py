@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxflash._blocks import Block, BlockedAttention, rematerialised
+from jaxflash._blocks import Block, BlockedAttention, below, rematerialised
 from jaxflash._operands import Config, Operands
 
 P = ParamSpec("P")
@@ -64,7 +64,7 @@ def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, j
             new_max = jnp.maximum(row_max, jnp.max(logits, axis=-1))
             # Where nothing was seen yet any finite reference does: the exponentials are all 0.
             reference = jnp.where(new_max == -jnp.inf, 0, new_max)
-            weights = jnp.exp(logits - reference[..., None])
+            weights = jnp.exp(below(logits, reference[..., None]))
             shrink = jnp.exp(row_max - reference)
             row_sum = row_sum * shrink + jnp.sum(weights, axis=-1)
             weights = problem.drop(weights, row, column)

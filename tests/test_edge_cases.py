@@ -156,6 +156,24 @@ def test_scale_that_is_not_a_normal_number(implementation, scale):
     assert all(np.isfinite(value).all() for value in got.values())
 
 
+@pytest.mark.parametrize("scale", [1e8, 1e10, -1e12])
+def test_logits_whose_rounding_errors_are_huge(implementation, scale):
+    """However large logits are, probabilities of a row add up to 1, and gradients are numbers."""
+    rng = np.random.default_rng(0)
+    query, key = normal(rng, (1, 40, 2, 16)), normal(rng, (1, 40, 2, 16))
+
+    def attend(query, key, value):
+        return flash_attention(
+            query, key, value, scale=scale, implementation=implementation, return_residual=True
+        )
+
+    output, lse = jax.jit(attend)(query, key, jnp.ones((1, 40, 2, 8)))
+    np.testing.assert_allclose(output, 1, rtol=1e-6)
+    assert np.isfinite(lse).all()
+    gradients = jax.grad(lambda *a: (attend(*a)[0] ** 2).sum(), (0, 1, 2))(query, key, query)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("center", [-1e6, 1e6, -3e4])
 def test_differences_between_huge_logits_survive(implementation, center):
     """Logits a few units apart around a huge number: the softmax of their differences.
