@@ -81,6 +81,7 @@ def dot_product_attention(
     - float32 inputs give float32 accuracy, on a GPU too, unless `jax_default_matmul_precision` asks
       for less. float64 inputs have their softmax in float64.
     - Head dims are at most 256, window sizes at least 0, and a bias is floating.
+    - `is_causal` must be a bool of Python or NumPy, and query, key and value floating.
     - More is accepted: value may have a head dim of its own, lengths any integer dtype, and None is
       an unlimited side of a window.
 

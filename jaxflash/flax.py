@@ -121,6 +121,9 @@ def attention_fn(
             raise NotImplementedError(
                 f"{name}: expected None, because products are the kernels' own, got {replacement!r}"
             )
+    for name, instead in (("return_residual", "flash_attention"), ("dropout_key", "dropout_rng")):
+        if name in options:
+            raise TypeError(f"{name}: not an argument of attention_fn; use {instead} instead")
     rate = 0.0 if deterministic else dropout_rate
     if rate and dropout_rng is None:
         raise ValueError(

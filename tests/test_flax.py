@@ -484,6 +484,8 @@ def refused(x, y):
         (dict(mask=np.ones((1, 1, 2, 4, 5, 5))), ValueError, "mask"),
         (dict(bias=np.ones((2, 3, 5, 5), np.float32)), ValueError, "bias"),
         (dict(input_positions=np.arange(5)), TypeError, "input_positions"),
+        (dict(return_residual=True), TypeError, "return_residual.*use flash_attention"),
+        (dict(dropout_key=jax.random.key(0)), TypeError, "dropout_key.*use dropout_rng"),
     ],
 )
 def test_raises(options, error, named):
