@@ -17,7 +17,7 @@ import pytest
 import readme
 import torch_flash
 from jaxflash.bench import __main__ as command
-from jaxflash.bench import contenders, measure, problems, report, results, timing
+from jaxflash.bench import contenders, measure, problems, programs, report, results, timing
 from jaxflash.bench.contenders import CONTENDERS, Contender
 from jaxflash.bench.costs import attention_bytes, attention_flops, visible_pairs
 from jaxflash.bench.presets import HIDDEN, PRESETS, TOKENS
@@ -35,6 +35,25 @@ def test_nobody_always_comes_after_the_same_one(count):
     for name in names:
         before = [first for first, second in pairs if second == name]
         assert max(before.count(other) for other in names) <= 0.7 * len(before)
+
+
+def test_who_fails_while_being_timed_stops_nobody(monkeypatch):
+    monkeypatch.setattr(timing, "MEASUREMENT_SECONDS", 1e-6)
+    calls = itertools.count()
+
+    def fails_late():
+        if next(calls) > 20:
+            raise RuntimeError("out of memory\nand more")
+
+    def fails():
+        raise ValueError("never")
+
+    everybody = {"good": lambda: None, "late": fails_late, "never": fails}
+    monkeypatch.setattr(timing, "batch_size", lambda call, wait: (call(), (5, 0.1))[1])
+    times, failed = timing.take_turns(everybody, lambda result: None)
+    assert set(times) == {"good"}
+    assert times["good"]["measurements"] == timing.MOST_TURNS
+    assert failed == {"late": "RuntimeError: out of memory", "never": "ValueError: never"}
 
 
 class TestCosts:
@@ -147,6 +166,16 @@ class TestContenders:
         problem = Problem(1, 2**16, 8, 64)
         with pytest.raises(NotImplementedError, match=r"holds all scores, 128\.0 GiB"):
             trace("jax.nn xla", problem, "forward", "cpu")
+
+    @pytest.mark.parametrize(
+        ("statistics", "most"), [({"bytes_limit": 1000}, 100), (None, 10 * 2**30)]
+    )
+    def test_scores_take_a_share_of_the_devices_memory(self, statistics, most, monkeypatch):
+        gpu = types.SimpleNamespace(memory_stats=lambda: statistics)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+        assert contenders.most_scores_bytes("gpu") == most
+        assert contenders.most_scores_bytes("cpu") == 2**30
 
     @pytest.mark.parametrize("name", ["flash-attn-jax", "dew", "flash-attn3-jax"])
     def test_bindings_of_flash_attention_are_called_by_their_arguments(self, name, monkeypatch):
@@ -344,6 +373,12 @@ def hasty(monkeypatch):
             monkeypatch.setitem(sizes, backend, 64)
 
 
+def only_group(path):
+    """The group of a file that has one."""
+    (group,) = results.read(path)["groups"].values()
+    return group
+
+
 OWN_SHAPE = ["--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 
 
@@ -390,6 +425,25 @@ class TestCommand:
         printed = capsys.readouterr().out
         assert "Absent from 4 forward and 4 backward: failing: RuntimeError: out of luck" in printed
         assert "Absent from 4 backward: one-way: NotImplementedError: no gradient" in printed
+
+    @pytest.mark.parametrize("prevented", ["lower_expected", "run"])
+    def test_without_the_reference_nobody_is_checked_and_it_is_said_why(
+        self, prevented, tmp_path, monkeypatch
+    ):
+        def failing(*_):
+            raise RuntimeError("no room")
+
+        def unlucky(problem):
+            return types.SimpleNamespace(compile=lambda _: failing)
+
+        replaced = failing if prevented == "lower_expected" else unlucky
+        monkeypatch.setattr(programs, "lower_expected", replaced)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        for of_row in only_group(out)["rows"]:
+            assert of_row["absent"] == {"reference": "RuntimeError: no room"}
+            assert {"jaxflash", "dense"} <= set(of_row["times"])
+            assert of_row["errors"] == {}
 
     def test_one_length_is_drawn_in_bars(self, tmp_path):
         out = tmp_path / "found.json"
