@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 import math
 import sys
 import types
@@ -404,7 +403,7 @@ class TestCommand:
         monkeypatch.setitem(CONTENDERS, "lying", lying)
         out = tmp_path / "found.json"
         command.main([*OWN_SHAPE, "--lengths", "16", "32", "--out", str(out)])
-        group = json.loads(out.read_text())["groups"]["custom"]
+        group = only_group(out)
         rows = group["rows"]
         assert [(r["length"], r["is_causal"], r["direction"]) for r in rows] == [
             (length, is_causal, direction)
@@ -421,7 +420,9 @@ class TestCommand:
             assert of_row["memory"]["jaxflash"]["workspace_bytes"] > 0
         assert group["bytes_per_second"] > 0
         pictures = {path.name for path in tmp_path.glob("*.png")}
-        assert pictures == {f"found-custom-{p}.png" for p in ("speed", "memory", "roofline")}
+        assert pictures == {
+            f"found-b2-n4-h8-float32-k2-{p}.png" for p in ("speed", "memory", "roofline")
+        }
         printed = capsys.readouterr().out
         assert "Absent from 4 forward and 4 backward: failing: RuntimeError: out of luck" in printed
         assert "Absent from 4 backward: one-way: NotImplementedError: no gradient" in printed
@@ -449,7 +450,7 @@ class TestCommand:
         out = tmp_path / "found.json"
         arguments = ["--heads", "1", "--lengths", "16", "--out", str(out)]
         command.main(arguments)
-        assert (tmp_path / "found-custom-speed.png").exists()
+        assert (tmp_path / "found-b1-n1-h64-float32-speed.png").exists()
 
     def test_a_wrong_result_of_jaxflash_fails(self, tmp_path, monkeypatch):
         lying = Contender(lambda problem: lambda query, key, value: query)
@@ -482,7 +483,7 @@ class TestCommand:
         arguments = ["--feature", "soft cap 50", "--lengths", "16", "--dry-run"]
         command.main([*arguments, "--contenders", "dense", "jax.nn xla"])
         printed = capsys.readouterr().out
-        assert "custom: 2 problems, 4 programs lowered" in printed
+        assert "b1-n8-h64-bfloat16-soft-cap-50: 2 problems, 4 programs lowered" in printed
         assert (
             "absent from backward of 2 problems: jax.nn xla: NotImplementedError: has no" in printed
         )
@@ -491,7 +492,7 @@ class TestCommand:
         out = tmp_path / "found.json"
         arguments = ["--lengths", "512", "--heads", "1", "--no-plots", "--peak-memory"]
         command.main([*arguments, "--contenders", "jax.nn xla", "--out", str(out)])
-        forward, backward, *_ = results.read(out)["groups"]["custom"]["rows"]
+        forward, backward, *_ = only_group(out)["rows"]
         scores = 4 * 512**2
         assert backward["memory"]["jax.nn xla"]["measured_bytes"] >= scores
         assert "measured_bytes" not in forward["memory"]["jax.nn xla"]
@@ -501,12 +502,58 @@ class TestCommand:
         [
             (["--preset", "fa3", "--heads", "2"], "--preset has shapes of its own"),
             (["--heads", "4", "--kv-heads", "3"], "--kv-heads: expected a divisor of 4, got 3"),
+            (["--kv-heads", "3"], "--kv-heads: expected a divisor of 8, got 3"),
+            (["--heads", "0"], "--heads: expected an int, 1 or more, got '0'"),
+            (["--lengths", "16", "-1"], "--lengths: expected an int, 1 or more, got '-1'"),
+            (["--batch", "two"], "--batch: expected an int, 1 or more, got 'two'"),
+            (["--window", "-1"], "--window: expected an int, 0 or more, got '-1'"),
+            (
+                ["--head-dim", "300", "--feature", "dropout 0.1"],
+                "--head-dim: expected an int, from 1 to 256, got '300'",
+            ),
+            (["--merge", "a.json"], "--merge: expected --out"),
+            (
+                ["--merge", "missing.json", "--out", "x.json"],
+                "--merge: expected a file of results, got missing.json: ",
+            ),
         ],
     )
-    def test_arguments_that_contradict_one_another(self, arguments, text, capsys):
+    def test_wrong_usage_is_named_and_exits_with_2(self, arguments, text, capsys):
         with pytest.raises(SystemExit) as error:
             command.main(arguments)
-        assert text in str(error.value) + capsys.readouterr().err
+        assert text in capsys.readouterr().err
+        assert error.value.code == 2
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"groups": []}', '{"groups": {"g": {}}}'])
+    def test_a_file_of_something_else_is_not_overwritten(self, content, tmp_path, capsys):
+        out = tmp_path / "mine.json"
+        out.write_text(content)
+        with pytest.raises(SystemExit) as error:
+            command.main(["--heads", "1", "--lengths", "8", "--out", str(out)])
+        assert error.value.code == 2
+        assert f"--out: expected a file of results, got {out}: " in capsys.readouterr().err
+        assert out.read_text() == content
+
+    def test_other_shapes_have_other_groups(self, tmp_path):
+        out = tmp_path / "found.json"
+        arguments = ["--lengths", "8", "--no-plots", "--contenders", "dense", "--out", str(out)]
+        for heads in ("1", "2"):
+            command.main(["--heads", heads, *arguments])
+        names = {f"b1-n{heads}-h64-float32" for heads in (1, 2)}
+        assert set(results.read(out)["groups"]) == names
+
+    @pytest.mark.parametrize("fact", ["device", "platform"])
+    def test_results_of_different_devices_are_not_merged(self, fact, tmp_path, capsys):
+        files = [tmp_path / "a.json", tmp_path / "b.json"]
+        for value, path in zip(("this", "that"), files, strict=True):
+            results.write({"groups": {"g": {"title": "t", fact: value, "rows": []}}}, path)
+        out = tmp_path / "both.json"
+        with pytest.raises(SystemExit) as error:
+            command.main(["--merge", *map(str, files), "--out", str(out)])
+        assert error.value.code == 2
+        said = f"--merge: group g: expected one {fact}, got this and that"
+        assert said in capsys.readouterr().err
+        assert not out.exists()
 
     def test_without_tqdm_and_matplotlib_it_measures_all_the_same(
         self, tmp_path, capsys, monkeypatch
