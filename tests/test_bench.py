@@ -3,9 +3,11 @@
 import contextlib
 import functools
 import itertools
+import json
 import math
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,7 +18,17 @@ import pytest
 import readme
 import torch_flash
 from jaxflash.bench import __main__ as command
-from jaxflash.bench import contenders, measure, problems, programs, report, results, timing
+from jaxflash.bench import (
+    contenders,
+    measure,
+    memory,
+    plots,
+    problems,
+    programs,
+    report,
+    results,
+    timing,
+)
 from jaxflash.bench.contenders import CONTENDERS, Contender
 from jaxflash.bench.costs import attention_bytes, attention_flops, visible_pairs
 from jaxflash.bench.presets import HIDDEN, PRESETS, TOKENS
@@ -189,14 +201,17 @@ class TestContenders:
         trace(name, Problem(1, 16, 2, 8, is_causal=True, kv_heads=1), "forward", "gpu")
         assert asked == {"is_causal": True, "window_size": (-1, -1)}
 
-    def test_window_of_flash_attn_jax(self, monkeypatch):
+    @pytest.mark.parametrize("name", ["flash-attn-jax", "dew"])
+    @pytest.mark.parametrize(("is_causal", "window"), [(False, (5, 5)), (True, (5, 0))])
+    def test_window_of_flash_attention(self, name, is_causal, window, monkeypatch):
         asked = []
         module = types.SimpleNamespace(
             flash_mha=lambda q, k, v, is_causal, window_size: asked.append(window_size) or q
         )
-        monkeypatch.setitem(sys.modules, "flash_attn_jax", module)
-        trace("flash-attn-jax", Problem(1, 16, 2, 8, window=5), "forward", "gpu")
-        assert set(asked) == {(5, 5)}
+        monkeypatch.setitem(sys.modules, CONTENDERS[name].module, module)
+        problem = Problem(1, 16, 2, 8, is_causal=is_causal, window=5)
+        trace(name, problem, "forward", "gpu")
+        assert set(asked) == {window}
 
     def test_tokamax_takes_the_arguments_of_jax_nn_and_a_soft_cap(self, monkeypatch):
         def dot_product_attention(query, key, value, *, bias, mask, is_causal, logits_soft_cap):
@@ -284,6 +299,66 @@ class TestRows:
         of = row(self.PROBLEM, "forward", times, {"wrong": 1.0, "right": 0.0})
         assert results.best_rival(of) == "right"
 
+    def test_who_is_wrong_counts_nowhere_as_best(self, tmp_path, monkeypatch):
+        times = {"jaxflash": 2.0, "rival": 4.0, "lying": 1.0}
+        rows = [row(self.PROBLEM, d, times, {"lying": 1.0, "rival": 0.0}) for d in DIRECTIONS]
+        shares = [line.split("|")[9].strip() for line in report.details(rows).splitlines()[2:]]
+        assert shares == ["1.00", "0.50", ""] * 2
+        said = "Times as fast as lying, geometric mean: both were never right."
+        assert report.mean_ratio(rows, "lying") == said
+        drawn = []
+        monkeypatch.setattr(plots, "_draw", lambda group, path, quantity: drawn.append(quantity))
+        plots.draw_speed({"rows": rows}, tmp_path / "x.png")
+        (quantity,) = drawn
+        assert quantity.of(rows[0], "lying") is None
+        assert quantity.of(rows[0], "rival") > 0
+
+    def test_reasons_that_are_shared_are_said_once(self):
+        absent = {"a": "no", "b": "no", "c": "other"}
+        rows = [row(self.PROBLEM, direction, {}, {}, absent) for direction in DIRECTIONS]
+        assert report.absences(rows) == [
+            "Absent from 1 forward and 1 backward: a, b: no",
+            "Absent from 1 forward and 1 backward: c: other",
+        ]
+
+    def test_memory_that_was_not_measured_is_said(self):
+        of = row(self.PROBLEM, "backward", {"jaxflash": 1.0}, {}, memory={"jaxflash": 2**20})
+        of["memory"]["jaxflash"]["not_measured"] = "no room"
+        said = "Memory not measured in 1 backward: jaxflash: no room"
+        assert report.not_measured([of]) == [said]
+        assert "| not measured |" in report.details([of])
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [
+            (0, "0"),
+            (100, "100 B"),
+            (2048, "2 KiB"),
+            (2**20 // 2, "0.5"),
+            (2**24, "16"),
+            (5000 * 2**20, "5000"),
+        ],
+    )
+    def test_sizes_are_readable(self, size, text):
+        assert report.mebibytes(size) == text
+
+    def test_a_picture_says_what_it_leaves_out(self, tmp_path, monkeypatch):
+        titles = []
+        monkeypatch.setattr(
+            plots, "_finish", lambda figure, axes, title, path: titles.append(title)
+        )
+        rows = [
+            row(Problem(1, length, 8, h), direction, {"jaxflash": 1.0}, {}, matmul_tflops=1.0)
+            for length in (512, 1024)
+            for h in (8, 16, 32, 64, 128)
+            for direction in DIRECTIONS
+        ]
+        for shown in (rows, [r for r in rows if r["head_dim"] > 8]):
+            plots.draw_speed({"rows": shown, "device": "x"}, tmp_path / "x.png")
+        left_out, whole = titles
+        assert left_out.endswith("\n(the first 4 of 5 kinds of problems)")
+        assert "\n" not in whole
+
     def test_summary_shows_rates_ratios_shares_memory_absent_and_wrong(self):
         rows = [
             row(
@@ -341,6 +416,15 @@ class TestFacts:
         found = results.facts("abc")
         assert (found["device"], found["driver"]) == (jax.devices()[0].device_kind, None)
 
+    @pytest.mark.parametrize(("reason", "implementation"), [(None, "native"), ("old", "xla")])
+    def test_of_the_implementation(self, reason, implementation, monkeypatch):
+        module = results._modules.Module("jaxflash._cpu", None, reason)
+        monkeypatch.setitem(results._modules.MODULES, "cpu", module)
+        found = results.facts("abc")
+        assert found["implementation"] == implementation
+        said = report.conditions({"title": "t", **found})
+        assert ("jaxflash in pure JAX" in said) == (implementation == "xla")
+
     def test_of_an_installed_package_there_is_no_commit(self, monkeypatch, tmp_path):
         monkeypatch.setattr(results, "__file__", str(tmp_path / "a" / "b" / "results.py"))
         assert results.commit() is None
@@ -358,9 +442,55 @@ class TestPresets:
         assert len(set(group.problems)) == len(group.problems)
         assert set(group.contenders or []) <= set(CONTENDERS)
 
+    @pytest.mark.parametrize(
+        ("lengths", "tokens"), [(None, "16384"), ([32768, 1024], "16384 to 32768"), ([48], "16368")]
+    )
+    def test_titles_say_how_many_tokens_there_are(self, lengths, tokens):
+        title = PRESETS["fa3"].group(lengths).title
+        assert title == f"{tokens} tokens, hidden size 2048, bfloat16"
+
     def test_lengths_can_be_chosen(self):
         problems = PRESETS["laptop"].group([48]).problems
         assert {problem.length for problem in problems} == {48}
+
+
+class TestPeak:
+    """Memory by a device's allocator, which does not forget its peak."""
+
+    PROBLEM = Problem(1, 8, 1, 8, "float32")
+
+    @pytest.mark.parametrize(
+        ("most", "found"),
+        [
+            (150, {"measured_bytes": 110}),
+            (100, {"not_measured": "no more memory was in use than when operands were made"}),
+        ],
+    )
+    def test_is_counted_from_what_was_in_use(self, most, found, monkeypatch):
+        statistics = iter([(40, 100), (60, most)])
+
+        def memory_stats():
+            in_use, peak = next(statistics)
+            return {"bytes_in_use": in_use, "peak_bytes_in_use": peak}
+
+        traced = trace("dense", self.PROBLEM, "backward", "cpu")
+        monkeypatch.setattr(memory, "trace", lambda *_: traced)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        gpu = types.SimpleNamespace(memory_stats=memory_stats)
+        monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+        assert memory.measure_peak("dense", self.PROBLEM) == found
+
+    def test_an_error_is_said_as_elsewhere(self, capsys):
+        problem = replace(self.PROBLEM, feature="soft cap 50")
+        command.main(["--peak-of", "jax.nn xla", json.dumps(problem.to_json())])
+        found = json.loads(capsys.readouterr().out)
+        assert found == {"not_measured": "NotImplementedError: has no soft cap"}
+
+    def test_how_a_process_ended_is_said(self, monkeypatch):
+        ended = types.SimpleNamespace(returncode=-9, stdout="", stderr="")
+        monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: ended)
+        found = memory.measured_elsewhere("dense", self.PROBLEM)
+        assert found == {"not_measured": "the process ended with -9"}
 
 
 @pytest.fixture

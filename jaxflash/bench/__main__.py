@@ -35,7 +35,7 @@ from jaxflash._validation import MAX_HEAD_DIM
 from jaxflash.bench import report
 from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.measure import REFERENCE, bytes_per_second, contenders_of, measure_group
-from jaxflash.bench.memory import measure_peak, measured_elsewhere
+from jaxflash.bench.memory import measured_elsewhere, peak_or_reason
 from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
 from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem, problem_of
 from jaxflash.bench.programs import lower_expected, trace
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse_arguments(arguments)
     if settings.peak_of:
         name, attributes = settings.peak_of
-        print(json.dumps(measure_peak(name, Problem(**json.loads(attributes)))))
+        print(json.dumps(peak_or_reason(name, Problem(**json.loads(attributes)))))
         return
     if settings.merge:
         results = settings.known

@@ -113,7 +113,9 @@ def _flash_mha(module_name: str) -> Callable[[Problem], Attention]:
         module = importlib.import_module(module_name)
         options: dict[str, Any] = {"is_causal": problem.is_causal}
         if problem.window is not None:
-            options["window_size"] = (problem.window, problem.window)
+            # A causal mask bounds the right side; kernels differ in what else they take for it.
+            right = 0 if problem.is_causal else problem.window
+            options["window_size"] = (problem.window, right)
 
         def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             return module.flash_mha(query, key, value, **options)
@@ -229,7 +231,7 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "dew": Contender(
         _flash_mha("dew_flash_attn"),
-        frozenset({GROUPED}),
+        frozenset({GROUPED, "window"}),
         "dew_flash_attn",
         distribution="dew-flash-attn-cu13",
     ),

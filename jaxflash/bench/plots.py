@@ -87,7 +87,10 @@ def _draw(group: dict[str, Any], path: Path, quantity: Quantity) -> None:
     """Draws lines over length, or bars where there is one length only."""
     several = len({row["length"] for row in group["rows"]}) > 1
     figure, axes = (_lines if several else _bars)(group["rows"], quantity)
-    _finish(figure, axes, f"{quantity.title}, {_where(group)}", path)
+    title, kinds = f"{quantity.title}, {_where(group)}", len(_kinds(group["rows"]))
+    if several and kinds > MOST_PANELS:
+        title += f"\n(the first {MOST_PANELS} of {kinds} kinds of problems)"
+    _finish(figure, axes, title, path)
 
 
 def _lines(rows: Sequence[Row], quantity: Quantity) -> tuple[Any, Any]:
@@ -163,12 +166,17 @@ def _scale(ax: Any, axis: str, quantity: Quantity) -> None:
         ax.set(**{f"{axis}scale": "log"})
 
 
+def _right(row: Row) -> dict[str, float]:
+    """The rates of those whose results were right: how fast others are says nothing."""
+    return {name: rate for name, rate in row["tflops"].items() if name not in row["wrong"]}
+
+
 def draw_speed(group: dict[str, Any], path: Path) -> None:
     """Draws the rate over length, and that of a matrix product."""
     name, factor = unit(group["rows"])
 
     def rate(row: Row, contender: str) -> float | None:
-        tflops = row["tflops"].get(contender)
+        tflops = _right(row).get(contender)
         return tflops and tflops * factor
 
     def of_matmul(row: Row) -> float | None:
@@ -201,7 +209,7 @@ def draw_roofline(group: dict[str, Any], path: Path) -> None:
         problem = problem_of(row)
         intensity = problem.flops(row["direction"]) / problem.bytes_moved(row["direction"])
         intensities.append(intensity)
-        for contender, tflops in row["tflops"].items():
+        for contender, tflops in _right(row).items():
             ax.plot(intensity, tflops * factor, MARKS[row["direction"]], ms=5, alpha=0.7,
                     color=_color(contender, names),
                     label=f"{contender}, {row['direction']}")  # fmt: skip

@@ -99,8 +99,15 @@ def facts(commit_name: str | None = None) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "jaxflash": __version__,
+        "implementation": _implementation(backend),
         **{name: version(name) for name in sorted(map(str, rivals)) if version(name)},
     }
+
+
+def _implementation(backend: str) -> str:
+    """Which of jaxflash's implementations runs where none is asked for."""
+    module = _modules.MODULES.get("cuda" if backend == "gpu" else backend)
+    return "native" if module and module.reason is None else "xla"
 
 
 def _gpu() -> dict[str, Any]:
