@@ -418,8 +418,7 @@ class TestFacts:
 
     @pytest.mark.parametrize(("reason", "implementation"), [(None, "native"), ("old", "xla")])
     def test_of_the_implementation(self, reason, implementation, monkeypatch):
-        module = results._modules.Module("jaxflash._cpu", None, reason)
-        monkeypatch.setitem(results._modules.MODULES, "cpu", module)
+        monkeypatch.setattr(results._modules, "unavailable_reason", lambda platform: reason)
         found = results.facts("abc")
         assert found["implementation"] == implementation
         said = report.conditions({"title": "t", **found})

@@ -171,6 +171,10 @@ def _right(row: Row) -> dict[str, float]:
     return {name: rate for name, rate in row["tflops"].items() if name not in row["wrong"]}
 
 
+def _left_out(rows: Iterable[Row]) -> str:
+    return " (who was wrong is left out)" if any(row["wrong"] for row in rows) else ""
+
+
 def draw_speed(group: dict[str, Any], path: Path) -> None:
     """Draws the rate over length, and that of a matrix product."""
     name, factor = unit(group["rows"])
@@ -182,8 +186,9 @@ def draw_speed(group: dict[str, Any], path: Path) -> None:
     def of_matmul(row: Row) -> float | None:
         return row["matmul_tflops"] and row["matmul_tflops"] * factor
 
+    title = f"Speed of attention{_left_out(group['rows'])}"
     directions: dict[Direction, str] = {"forward": "forward", "backward": "backward"}
-    _draw(group, path, Quantity("Speed of attention", name, rate, directions, of_matmul))
+    _draw(group, path, Quantity(title, name, rate, directions, of_matmul))
 
 
 def draw_memory(group: dict[str, Any], path: Path) -> None:
@@ -227,7 +232,7 @@ def draw_roofline(group: dict[str, Any], path: Path) -> None:
     ax.tick_params(axis="x", which="minor", labelbottom=False)
     ax.set_xlabel("FLOP to a byte that has to move")
     ax.set_ylabel(name)
-    _finish(figure, axes, f"Roofline of {_where(group)}", path)
+    _finish(figure, axes, f"Roofline of {_where(group)}{_left_out(rows)}", path)
 
 
 PICTURES = {"speed": draw_speed, "memory": draw_memory, "roofline": draw_roofline}

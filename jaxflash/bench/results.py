@@ -106,8 +106,8 @@ def facts(commit_name: str | None = None) -> dict[str, Any]:
 
 def _implementation(backend: str) -> str:
     """Which of jaxflash's implementations runs where none is asked for."""
-    module = _modules.MODULES.get("cuda" if backend == "gpu" else backend)
-    return "native" if module and module.reason is None else "xla"
+    why_not = _modules.unavailable_reason("cuda" if backend == "gpu" else backend)
+    return "native" if why_not is None else "xla"
 
 
 def _gpu() -> dict[str, Any]:
