@@ -575,6 +575,31 @@ class TestCommand:
             assert {"jaxflash", "dense"} <= set(of_row["times"])
             assert of_row["errors"] == {}
 
+    def test_without_the_yardsticks_contenders_are_timed_all_the_same(self, tmp_path, monkeypatch):
+        def no_room(*_):
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(measure, "normals", no_room)
+        monkeypatch.setattr(measure.jnp, "negative", no_room)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        group = only_group(out)
+        assert group["bytes_per_second"] is None
+        for of_row in group["rows"]:
+            assert of_row["matmul_tflops"] is None
+            assert of_row["absent"] == {measure.MATMUL: "RuntimeError: no room"}
+            assert "jaxflash" in of_row["times"]
+
+    def test_operands_without_room_are_blamed(self, tmp_path, monkeypatch):
+        def no_room(*_):
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(measure, "make_operands", no_room)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        for of_row in only_group(out)["rows"]:
+            assert set(of_row["absent"].values()) == {"operands: RuntimeError: no room"}
+
     def test_one_length_is_drawn_in_bars(self, tmp_path):
         out = tmp_path / "found.json"
         arguments = ["--heads", "1", "--lengths", "16", "--out", str(out)]

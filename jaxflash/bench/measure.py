@@ -54,9 +54,14 @@ def yardstick(dtype: str) -> tuple[Call, int]:
     backend = jax.default_backend()
     size = MATMUL_SIZE.get(backend, 4096)
     spec = jax.ShapeDtypeStruct((size, size), jnp.dtype("float32" if backend == "cpu" else dtype))
-    square = normals(0, spec)
     product = _product("highest" if spec.dtype == jnp.float32 else None)
-    return lambda: product(square, square), matmul_flops(size, size, size)
+
+    # Made by the first call, whose failure is caught: no room for it stops nobody.
+    @functools.cache
+    def square() -> jax.Array:
+        return normals(0, spec)
+
+    return lambda: product(square(), square()), matmul_flops(size, size, size)
 
 
 @functools.cache
@@ -242,4 +247,4 @@ def _measure_or_say_why(
     try:
         return measure(wait())
     except Exception as error:
-        return absent_rows(problem, names, reason(error))
+        return absent_rows(problem, names, f"operands: {reason(error)}")

@@ -249,7 +249,7 @@ def not_measured(rows: Sequence[Row]) -> list[str]:
         (row["direction"], name, memory["not_measured"])
         for row in rows
         for name, memory in row["memory"].items()
-        if "not_measured" in memory
+        if "not_measured" in memory and name not in row["absent"]
     ]
     return [f"Memory not measured in {line}" for line in _by_reason(reasons)]
 
