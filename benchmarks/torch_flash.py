@@ -71,8 +71,8 @@ class Measurement:
         expected = results("MATH", wide, head(self.cotangent).float())
         return relative_errors([head(array) for array in found], expected)
 
-    def times(self) -> dict[str, Times]:
-        """Returns the times of a call without gradient, and of the gradients alone."""
+    def times(self) -> tuple[dict[str, Times], dict[str, str]]:
+        """Returns the times of a call without gradient and of the gradients alone, or why not."""
 
         def forward() -> Any:
             with self.torch.no_grad():
@@ -96,13 +96,18 @@ def measure(problem: Problem, deadline: float) -> list[Row]:
         if problem.needs or problem.repeats > 1:
             raise NotImplementedError("measured here: plain attention, a call in a program")
         measurement = Measurement(importlib.import_module("torch"), problem)
-        errors, times = measurement.errors(), measurement.times()
+        errors, (times, failed) = measurement.errors(), measurement.times()
     except Exception as error:
         return absent_rows(problem, [NAME], reason(error))
-    rows = zip(DIRECTIONS, absent_rows(problem, [], ""), strict=True)
+
+    def known(of_directions: dict[str, Any], direction: str) -> dict[str, Any]:
+        return {NAME: of_directions[direction]} if direction in of_directions else {}
+
     return [
-        rated({**row, "times": {NAME: times[direction]}, "errors": {NAME: errors}})
-        for direction, row in rows
+        rated(
+            {**row, "times": known(times, d), "absent": known(failed, d), "errors": {NAME: errors}}
+        )
+        for d, row in zip(DIRECTIONS, absent_rows(problem, [], ""), strict=True)
     ]
 
 

@@ -4,7 +4,7 @@
 
 Both give every document the attention that it has alone. Padding computes a row for each document;
 what lies past its length is skipped and gives zeros. Packing puts documents one behind another,
-told apart by segment ids.
+told apart by segment ids. Compared with `jax.nn`'s attention of each document by itself.
 """
 
 import jax
@@ -57,15 +57,17 @@ def main():
         jax.random.normal(key, (length, HEADS, HEAD_DIM))
         for key, length in zip(keys, LENGTHS, strict=True)
     ]
-    alone = [flash_attention(x, x, x, is_causal=True) for x in documents]
+    alone = [jax.nn.dot_product_attention(x, x, x, is_causal=True) for x in documents]
 
     x = padded(documents)
     lengths = jnp.array(LENGTHS)
     from_padded = flash_attention(
         x, x, x, is_causal=True, query_seq_lengths=lengths, key_value_seq_lengths=lengths
     )
-    error = max(jnp.abs(from_padded[i, : len(x)] - x).max().item() for i, x in enumerate(alone))
-    print(f"padded: {len(LENGTHS)} rows of {ROW}, largest difference from alone {error:.1e}")
+    padded_error = max(
+        jnp.abs(from_padded[i, : len(x)] - x).max().item() for i, x in enumerate(alone)
+    )
+    print(f"padded: {len(LENGTHS)} rows of {ROW}, largest difference from alone {padded_error:.1e}")
     rest = max(jnp.abs(from_padded[i, n:]).max().item() for i, n in enumerate(LENGTHS))
     print(f"padded: largest number past a length {rest}")
 
@@ -74,12 +76,13 @@ def main():
     from_packed = flash_attention(
         x, x, x, is_causal=True, query_segment_ids=ids, key_value_segment_ids=ids
     )
-    error = max(
+    packed_error = max(
         jnp.abs(from_packed[ids == document] - x.reshape(-1, HEADS, HEAD_DIM)).max().item()
         for document, x in enumerate(alone)
     )
-    print(f"packed: {len(rows)} rows of {ROW}, largest difference from alone {error:.1e}")
+    print(f"packed: {len(rows)} rows of {ROW}, largest difference from alone {packed_error:.1e}")
     print(f"rows hold the documents {rows}")
+    return {"padded": padded_error, "past a length": rest, "packed": packed_error}
 
 
 if __name__ == "__main__":

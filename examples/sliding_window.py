@@ -97,14 +97,17 @@ def main():
     parameters = new_parameters(jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, parameters)
     moments = zeros, zeros
+    losses = []
     for number in range(STEPS):
         parameters, moments, value = step(parameters, moments, number)
+        losses.append(float(value))
         if number % 20 == 0 or number == STEPS - 1:
             print(f"step {number}: loss {value:.3f} (guessing: {jnp.log(VOCABULARY):.3f})")
     tokens = jax.random.randint(jax.random.key(2), (BATCH, LENGTH), 0, VOCABULARY)
     _, shares = model(parameters, tokens)
     for number, (layer, share) in enumerate(zip(parameters["layers"], shares, strict=True)):
         print(f"layer {number}: sinks {layer['sinks'].round(2)}, their share {share.round(2)}")
+    return losses
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,7 +18,17 @@ import pytest
 import readme
 import torch_flash
 from jaxflash.bench import __main__ as command
-from jaxflash.bench import contenders, measure, problems, report, results, timing
+from jaxflash.bench import (
+    contenders,
+    measure,
+    memory,
+    plots,
+    problems,
+    programs,
+    report,
+    results,
+    timing,
+)
 from jaxflash.bench.contenders import CONTENDERS, Contender
 from jaxflash.bench.costs import attention_bytes, attention_flops, visible_pairs
 from jaxflash.bench.presets import HIDDEN, PRESETS, TOKENS
@@ -35,6 +46,25 @@ def test_nobody_always_comes_after_the_same_one(count):
     for name in names:
         before = [first for first, second in pairs if second == name]
         assert max(before.count(other) for other in names) <= 0.7 * len(before)
+
+
+def test_who_fails_while_being_timed_stops_nobody(monkeypatch):
+    monkeypatch.setattr(timing, "MEASUREMENT_SECONDS", 1e-6)
+    calls = itertools.count()
+
+    def fails_late():
+        if next(calls) > 20:
+            raise RuntimeError("out of memory\nand more")
+
+    def fails():
+        raise ValueError("never")
+
+    everybody = {"good": lambda: None, "late": fails_late, "never": fails}
+    monkeypatch.setattr(timing, "batch_size", lambda call, wait: (call(), (5, 0.1))[1])
+    times, failed = timing.take_turns(everybody, lambda result: None)
+    assert set(times) == {"good"}
+    assert times["good"]["measurements"] == timing.MOST_TURNS
+    assert failed == {"late": "RuntimeError: out of memory", "never": "ValueError: never"}
 
 
 class TestCosts:
@@ -148,6 +178,16 @@ class TestContenders:
         with pytest.raises(NotImplementedError, match=r"holds all scores, 128\.0 GiB"):
             trace("jax.nn xla", problem, "forward", "cpu")
 
+    @pytest.mark.parametrize(
+        ("statistics", "most"), [({"bytes_limit": 1000}, 100), (None, 10 * 2**30)]
+    )
+    def test_scores_take_a_share_of_the_devices_memory(self, statistics, most, monkeypatch):
+        gpu = types.SimpleNamespace(memory_stats=lambda: statistics)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+        assert contenders.most_scores_bytes("gpu") == most
+        assert contenders.most_scores_bytes("cpu") == 2**30
+
     @pytest.mark.parametrize("name", ["flash-attn-jax", "dew", "flash-attn3-jax"])
     def test_bindings_of_flash_attention_are_called_by_their_arguments(self, name, monkeypatch):
         asked = {}
@@ -161,14 +201,17 @@ class TestContenders:
         trace(name, Problem(1, 16, 2, 8, is_causal=True, kv_heads=1), "forward", "gpu")
         assert asked == {"is_causal": True, "window_size": (-1, -1)}
 
-    def test_window_of_flash_attn_jax(self, monkeypatch):
+    @pytest.mark.parametrize("name", ["flash-attn-jax", "dew"])
+    @pytest.mark.parametrize(("is_causal", "window"), [(False, (5, 5)), (True, (5, 0))])
+    def test_window_of_flash_attention(self, name, is_causal, window, monkeypatch):
         asked = []
         module = types.SimpleNamespace(
             flash_mha=lambda q, k, v, is_causal, window_size: asked.append(window_size) or q
         )
-        monkeypatch.setitem(sys.modules, "flash_attn_jax", module)
-        trace("flash-attn-jax", Problem(1, 16, 2, 8, window=5), "forward", "gpu")
-        assert set(asked) == {(5, 5)}
+        monkeypatch.setitem(sys.modules, CONTENDERS[name].module, module)
+        problem = Problem(1, 16, 2, 8, is_causal=is_causal, window=5)
+        trace(name, problem, "forward", "gpu")
+        assert set(asked) == {window}
 
     def test_tokamax_takes_the_arguments_of_jax_nn_and_a_soft_cap(self, monkeypatch):
         def dot_product_attention(query, key, value, *, bias, mask, is_causal, logits_soft_cap):
@@ -256,6 +299,66 @@ class TestRows:
         of = row(self.PROBLEM, "forward", times, {"wrong": 1.0, "right": 0.0})
         assert results.best_rival(of) == "right"
 
+    def test_who_is_wrong_counts_nowhere_as_best(self, tmp_path, monkeypatch):
+        times = {"jaxflash": 2.0, "rival": 4.0, "lying": 1.0}
+        rows = [row(self.PROBLEM, d, times, {"lying": 1.0, "rival": 0.0}) for d in DIRECTIONS]
+        shares = [line.split("|")[9].strip() for line in report.details(rows).splitlines()[2:]]
+        assert shares == ["1.00", "0.50", ""] * 2
+        said = "Times as fast as lying, geometric mean: both were never right."
+        assert report.mean_ratio(rows, "lying") == said
+        drawn = []
+        monkeypatch.setattr(plots, "_draw", lambda group, path, quantity: drawn.append(quantity))
+        plots.draw_speed({"rows": rows}, tmp_path / "x.png")
+        (quantity,) = drawn
+        assert quantity.of(rows[0], "lying") is None
+        assert quantity.of(rows[0], "rival") > 0
+
+    def test_reasons_that_are_shared_are_said_once(self):
+        absent = {"a": "no", "b": "no", "c": "other"}
+        rows = [row(self.PROBLEM, direction, {}, {}, absent) for direction in DIRECTIONS]
+        assert report.absences(rows) == [
+            "Absent from 1 forward and 1 backward: a, b: no",
+            "Absent from 1 forward and 1 backward: c: other",
+        ]
+
+    def test_memory_that_was_not_measured_is_said(self):
+        of = row(self.PROBLEM, "backward", {"jaxflash": 1.0}, {}, memory={"jaxflash": 2**20})
+        of["memory"]["jaxflash"]["not_measured"] = "no room"
+        said = "Memory not measured in 1 backward: jaxflash: no room"
+        assert report.not_measured([of]) == [said]
+        assert "| not measured |" in report.details([of])
+
+    @pytest.mark.parametrize(
+        ("size", "text"),
+        [
+            (0, "0"),
+            (100, "100 B"),
+            (2048, "2 KiB"),
+            (2**20 // 2, "0.5"),
+            (2**24, "16"),
+            (5000 * 2**20, "5000"),
+        ],
+    )
+    def test_sizes_are_readable(self, size, text):
+        assert report.mebibytes(size) == text
+
+    def test_a_picture_says_what_it_leaves_out(self, tmp_path, monkeypatch):
+        titles = []
+        monkeypatch.setattr(
+            plots, "_finish", lambda figure, axes, title, path: titles.append(title)
+        )
+        rows = [
+            row(Problem(1, length, 8, h), direction, {"jaxflash": 1.0}, {}, matmul_tflops=1.0)
+            for length in (512, 1024)
+            for h in (8, 16, 32, 64, 128)
+            for direction in DIRECTIONS
+        ]
+        for shown in (rows, [r for r in rows if r["head_dim"] > 8]):
+            plots.draw_speed({"rows": shown, "device": "x"}, tmp_path / "x.png")
+        left_out, whole = titles
+        assert left_out.endswith("\n(the first 4 of 5 kinds of problems)")
+        assert "\n" not in whole
+
     def test_summary_shows_rates_ratios_shares_memory_absent_and_wrong(self):
         rows = [
             row(
@@ -313,6 +416,14 @@ class TestFacts:
         found = results.facts("abc")
         assert (found["device"], found["driver"]) == (jax.devices()[0].device_kind, None)
 
+    @pytest.mark.parametrize(("reason", "implementation"), [(None, "native"), ("old", "xla")])
+    def test_of_the_implementation(self, reason, implementation, monkeypatch):
+        monkeypatch.setattr(results._modules, "unavailable_reason", lambda platform: reason)
+        found = results.facts("abc")
+        assert found["implementation"] == implementation
+        said = report.conditions({"title": "t", **found})
+        assert ("jaxflash in pure JAX" in said) == (implementation == "xla")
+
     def test_of_an_installed_package_there_is_no_commit(self, monkeypatch, tmp_path):
         monkeypatch.setattr(results, "__file__", str(tmp_path / "a" / "b" / "results.py"))
         assert results.commit() is None
@@ -330,9 +441,55 @@ class TestPresets:
         assert len(set(group.problems)) == len(group.problems)
         assert set(group.contenders or []) <= set(CONTENDERS)
 
+    @pytest.mark.parametrize(
+        ("lengths", "tokens"), [(None, "16384"), ([32768, 1024], "16384 to 32768"), ([48], "16368")]
+    )
+    def test_titles_say_how_many_tokens_there_are(self, lengths, tokens):
+        title = PRESETS["fa3"].group(lengths).title
+        assert title == f"{tokens} tokens, hidden size 2048, bfloat16"
+
     def test_lengths_can_be_chosen(self):
         problems = PRESETS["laptop"].group([48]).problems
         assert {problem.length for problem in problems} == {48}
+
+
+class TestPeak:
+    """Memory by a device's allocator, which does not forget its peak."""
+
+    PROBLEM = Problem(1, 8, 1, 8, "float32")
+
+    @pytest.mark.parametrize(
+        ("most", "found"),
+        [
+            (150, {"measured_bytes": 110}),
+            (100, {"not_measured": "no more memory was in use than when operands were made"}),
+        ],
+    )
+    def test_is_counted_from_what_was_in_use(self, most, found, monkeypatch):
+        statistics = iter([(40, 100), (60, most)])
+
+        def memory_stats():
+            in_use, peak = next(statistics)
+            return {"bytes_in_use": in_use, "peak_bytes_in_use": peak}
+
+        traced = trace("dense", self.PROBLEM, "backward", "cpu")
+        monkeypatch.setattr(memory, "trace", lambda *_: traced)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        gpu = types.SimpleNamespace(memory_stats=memory_stats)
+        monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+        assert memory.measure_peak("dense", self.PROBLEM) == found
+
+    def test_an_error_is_said_as_elsewhere(self, capsys):
+        problem = replace(self.PROBLEM, feature="soft cap 50")
+        command.main(["--peak-of", "jax.nn xla", json.dumps(problem.to_json())])
+        found = json.loads(capsys.readouterr().out)
+        assert found == {"not_measured": "NotImplementedError: has no soft cap"}
+
+    def test_how_a_process_ended_is_said(self, monkeypatch):
+        ended = types.SimpleNamespace(returncode=-9, stdout="", stderr="")
+        monkeypatch.setattr(memory.subprocess, "run", lambda *_, **__: ended)
+        found = memory.measured_elsewhere("dense", self.PROBLEM)
+        assert found == {"not_measured": "the process ended with -9"}
 
 
 @pytest.fixture
@@ -342,6 +499,12 @@ def hasty(monkeypatch):
     for sizes in (measure.MATMUL_SIZE, measure.COPIED_BYTES):
         for backend in sizes:
             monkeypatch.setitem(sizes, backend, 64)
+
+
+def only_group(path):
+    """The group of a file that has one."""
+    (group,) = results.read(path)["groups"].values()
+    return group
 
 
 OWN_SHAPE = ["--batch", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
@@ -369,7 +532,7 @@ class TestCommand:
         monkeypatch.setitem(CONTENDERS, "lying", lying)
         out = tmp_path / "found.json"
         command.main([*OWN_SHAPE, "--lengths", "16", "32", "--out", str(out)])
-        group = json.loads(out.read_text())["groups"]["custom"]
+        group = only_group(out)
         rows = group["rows"]
         assert [(r["length"], r["is_causal"], r["direction"]) for r in rows] == [
             (length, is_causal, direction)
@@ -386,16 +549,62 @@ class TestCommand:
             assert of_row["memory"]["jaxflash"]["workspace_bytes"] > 0
         assert group["bytes_per_second"] > 0
         pictures = {path.name for path in tmp_path.glob("*.png")}
-        assert pictures == {f"found-custom-{p}.png" for p in ("speed", "memory", "roofline")}
+        assert pictures == {
+            f"found-b2-n4-h8-float32-k2-{p}.png" for p in ("speed", "memory", "roofline")
+        }
         printed = capsys.readouterr().out
         assert "Absent from 4 forward and 4 backward: failing: RuntimeError: out of luck" in printed
         assert "Absent from 4 backward: one-way: NotImplementedError: no gradient" in printed
+
+    @pytest.mark.parametrize("prevented", ["lower_expected", "run"])
+    def test_without_the_reference_nobody_is_checked_and_it_is_said_why(
+        self, prevented, tmp_path, monkeypatch
+    ):
+        def failing(*_):
+            raise RuntimeError("no room")
+
+        def unlucky(problem):
+            return types.SimpleNamespace(compile=lambda _: failing)
+
+        replaced = failing if prevented == "lower_expected" else unlucky
+        monkeypatch.setattr(programs, "lower_expected", replaced)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        for of_row in only_group(out)["rows"]:
+            assert of_row["absent"] == {"reference": "RuntimeError: no room"}
+            assert {"jaxflash", "dense"} <= set(of_row["times"])
+            assert of_row["errors"] == {}
+
+    def test_without_the_yardsticks_contenders_are_timed_all_the_same(self, tmp_path, monkeypatch):
+        def no_room(*_):
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(measure, "normals", no_room)
+        monkeypatch.setattr(measure.jnp, "negative", no_room)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        group = only_group(out)
+        assert group["bytes_per_second"] is None
+        for of_row in group["rows"]:
+            assert of_row["matmul_tflops"] is None
+            assert of_row["absent"] == {measure.MATMUL: "RuntimeError: no room"}
+            assert "jaxflash" in of_row["times"]
+
+    def test_operands_without_room_are_blamed(self, tmp_path, monkeypatch):
+        def no_room(*_):
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(measure, "make_operands", no_room)
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        for of_row in only_group(out)["rows"]:
+            assert set(of_row["absent"].values()) == {"operands: RuntimeError: no room"}
 
     def test_one_length_is_drawn_in_bars(self, tmp_path):
         out = tmp_path / "found.json"
         arguments = ["--heads", "1", "--lengths", "16", "--out", str(out)]
         command.main(arguments)
-        assert (tmp_path / "found-custom-speed.png").exists()
+        assert (tmp_path / "found-b1-n1-h64-float32-speed.png").exists()
 
     def test_a_wrong_result_of_jaxflash_fails(self, tmp_path, monkeypatch):
         lying = Contender(lambda problem: lambda query, key, value: query)
@@ -428,7 +637,7 @@ class TestCommand:
         arguments = ["--feature", "soft cap 50", "--lengths", "16", "--dry-run"]
         command.main([*arguments, "--contenders", "dense", "jax.nn xla"])
         printed = capsys.readouterr().out
-        assert "custom: 2 problems, 4 programs lowered" in printed
+        assert "b1-n8-h64-bfloat16-soft-cap-50: 2 problems, 4 programs lowered" in printed
         assert (
             "absent from backward of 2 problems: jax.nn xla: NotImplementedError: has no" in printed
         )
@@ -437,7 +646,7 @@ class TestCommand:
         out = tmp_path / "found.json"
         arguments = ["--lengths", "512", "--heads", "1", "--no-plots", "--peak-memory"]
         command.main([*arguments, "--contenders", "jax.nn xla", "--out", str(out)])
-        forward, backward, *_ = results.read(out)["groups"]["custom"]["rows"]
+        forward, backward, *_ = only_group(out)["rows"]
         scores = 4 * 512**2
         assert backward["memory"]["jax.nn xla"]["measured_bytes"] >= scores
         assert "measured_bytes" not in forward["memory"]["jax.nn xla"]
@@ -447,12 +656,58 @@ class TestCommand:
         [
             (["--preset", "fa3", "--heads", "2"], "--preset has shapes of its own"),
             (["--heads", "4", "--kv-heads", "3"], "--kv-heads: expected a divisor of 4, got 3"),
+            (["--kv-heads", "3"], "--kv-heads: expected a divisor of 8, got 3"),
+            (["--heads", "0"], "--heads: expected an int, 1 or more, got '0'"),
+            (["--lengths", "16", "-1"], "--lengths: expected an int, 1 or more, got '-1'"),
+            (["--batch", "two"], "--batch: expected an int, 1 or more, got 'two'"),
+            (["--window", "-1"], "--window: expected an int, 0 or more, got '-1'"),
+            (
+                ["--head-dim", "300", "--feature", "dropout 0.1"],
+                "--head-dim: expected an int, from 1 to 256, got '300'",
+            ),
+            (["--merge", "a.json"], "--merge: expected --out"),
+            (
+                ["--merge", "missing.json", "--out", "x.json"],
+                "--merge: expected a file of results, got missing.json: ",
+            ),
         ],
     )
-    def test_arguments_that_contradict_one_another(self, arguments, text, capsys):
+    def test_wrong_usage_is_named_and_exits_with_2(self, arguments, text, capsys):
         with pytest.raises(SystemExit) as error:
             command.main(arguments)
-        assert text in str(error.value) + capsys.readouterr().err
+        assert text in capsys.readouterr().err
+        assert error.value.code == 2
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"groups": []}', '{"groups": {"g": {}}}'])
+    def test_a_file_of_something_else_is_not_overwritten(self, content, tmp_path, capsys):
+        out = tmp_path / "mine.json"
+        out.write_text(content)
+        with pytest.raises(SystemExit) as error:
+            command.main(["--heads", "1", "--lengths", "8", "--out", str(out)])
+        assert error.value.code == 2
+        assert f"--out: expected a file of results, got {out}: " in capsys.readouterr().err
+        assert out.read_text() == content
+
+    def test_other_shapes_have_other_groups(self, tmp_path):
+        out = tmp_path / "found.json"
+        arguments = ["--lengths", "8", "--no-plots", "--contenders", "dense", "--out", str(out)]
+        for heads in ("1", "2"):
+            command.main(["--heads", heads, *arguments])
+        names = {f"b1-n{heads}-h64-float32" for heads in (1, 2)}
+        assert set(results.read(out)["groups"]) == names
+
+    @pytest.mark.parametrize("fact", ["device", "platform"])
+    def test_results_of_different_devices_are_not_merged(self, fact, tmp_path, capsys):
+        files = [tmp_path / "a.json", tmp_path / "b.json"]
+        for value, path in zip(("this", "that"), files, strict=True):
+            results.write({"groups": {"g": {"title": "t", fact: value, "rows": []}}}, path)
+        out = tmp_path / "both.json"
+        with pytest.raises(SystemExit) as error:
+            command.main(["--merge", *map(str, files), "--out", str(out)])
+        assert error.value.code == 2
+        said = f"--merge: group g: expected one {fact}, got this and that"
+        assert said in capsys.readouterr().err
+        assert not out.exists()
 
     def test_without_tqdm_and_matplotlib_it_measures_all_the_same(
         self, tmp_path, capsys, monkeypatch

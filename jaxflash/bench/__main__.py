@@ -20,6 +20,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -30,21 +31,39 @@ from typing import Any
 
 import jax
 
+from jaxflash._validation import MAX_HEAD_DIM
 from jaxflash.bench import report
 from jaxflash.bench.contenders import CONTENDERS, OURS
-from jaxflash.bench.measure import bytes_per_second, contenders_of, measure_group
-from jaxflash.bench.memory import measure_peak, measured_elsewhere
+from jaxflash.bench.measure import REFERENCE, bytes_per_second, contenders_of, measure_group
+from jaxflash.bench.memory import measured_elsewhere, peak_or_reason
 from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
 from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem, problem_of
 from jaxflash.bench.programs import lower_expected, trace
 from jaxflash.bench.results import Results, Row, facts, merged, read, reason, write
 
-CUSTOM = "custom"
 DTYPES = ("float32", "float16", "bfloat16")
+DEFAULT_SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}
+DEFAULT_OUT = Path("jaxflash-bench.json")
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the settings of the command line."""
+def an_int(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Returns what reads an int of the command line that lies between two."""
+    expected = f"{least} or more" if most is None else f"from {least} to {most}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"expected an int, {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         "python -m jaxflash.bench",
         description=__doc__,
@@ -57,14 +76,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="NAME",
         help=f"groups of known shapes: {', '.join(PRESETS)}",
     )
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="T")
+    parser.add_argument("--lengths", type=an_int(1), nargs="+", metavar="T")
     shape = parser.add_argument_group("shapes of your own, instead of a preset")
-    shape.add_argument("--batch", type=int, metavar="B", help="default: 1")
-    shape.add_argument("--heads", type=int, metavar="N", help="default: 8")
-    shape.add_argument("--kv-heads", type=int, metavar="K", help="default: N")
-    shape.add_argument("--head-dim", type=int, metavar="H", help="default: 64")
+    shape.add_argument("--batch", type=an_int(1), metavar="B", help="default: 1")
+    shape.add_argument("--heads", type=an_int(1), metavar="N", help="default: 8")
+    shape.add_argument("--kv-heads", type=an_int(1), metavar="K", help="default: N")
+    head_dims = an_int(1, MAX_HEAD_DIM)
+    shape.add_argument("--head-dim", type=head_dims, metavar="H", help="default: 64")
     shape.add_argument("--dtype", choices=DTYPES, help="default: bfloat16; on a CPU float32")
-    shape.add_argument("--window", type=int, help="keys that a query sees to each side")
+    shape.add_argument(
+        "--window", type=an_int(0), metavar="W", help="keys that a query sees to each side"
+    )
     shape.add_argument(
         "--feature", choices=FEATURES, metavar="NAME", help=f"one of: {'; '.join(FEATURES)}"
     )
@@ -84,20 +106,68 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("jaxflash-bench.json"),
-        help="JSON file; keeps what other groups it has",
+        help=f"JSON file; keeps what other groups it has; default: {DEFAULT_OUT}",
     )
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--commit", help="of jaxflash, where git doesn't know")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="measures nothing")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="JSON", help="into --out; measures nothing"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="lowers everything for CUDA, measures nothing"
     )
     parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the settings of the command line, and as `known` the results that there are before.
+
+    What can't be ends the process as other wrong usage does, with 2: 1 says that results are wrong.
+    """
+    parser = make_parser()
     settings = parser.parse_args(arguments)
-    if settings.preset and _own_shape(settings):
-        parser.error(f"--preset has shapes of its own, without {', '.join(_own_shape(settings))}")
+    try:
+        _check(settings)
+        settings.out = settings.out or DEFAULT_OUT
+        settings.known = _known(settings)
+    except ValueError as error:
+        parser.error(str(error))
     return settings
+
+
+def _check(settings: argparse.Namespace) -> None:
+    """Raises `ValueError` for arguments that contradict one another."""
+    shape = _own_shape(settings)
+    if settings.preset and shape:
+        raise ValueError(f"--preset has shapes of its own, without {', '.join(shape)}")
+    heads = shape.get("heads", DEFAULT_SHAPE["heads"])
+    if heads % shape.get("kv_heads", heads):
+        raise ValueError(f"--kv-heads: expected a divisor of {heads}, got {shape['kv_heads']}")
+    if settings.merge and settings.out is None:
+        raise ValueError("--merge: expected --out, the file for what is merged, got none")
+
+
+def _known(settings: argparse.Namespace) -> Results:
+    """What is merged, or what the file for the results has already; raises `ValueError`."""
+    nothing: Results = {"groups": {}}
+    if settings.peak_of or settings.dry_run:
+        return nothing
+    known = _read("--out", settings.out) if settings.out.exists() else nothing
+    if not settings.merge:
+        return known
+    files = [_read("--merge", path) for path in settings.merge]
+    try:
+        return merged(files)
+    except ValueError as error:
+        raise ValueError(f"--merge: {error}") from error
+
+
+def _read(option: str, path: Path) -> Results:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option}: expected a file of results, got {path}: {error}") from error
 
 
 def _own_shape(settings: argparse.Namespace) -> dict[str, Any]:
@@ -107,26 +177,27 @@ def _own_shape(settings: argparse.Namespace) -> dict[str, Any]:
     return {name: given[name] for name in names if given[name] is not None}
 
 
-def custom(settings: argparse.Namespace, platform: str) -> Group:
-    """Returns the problems of the shape that was given."""
+def custom(settings: argparse.Namespace, platform: str) -> dict[str, Group]:
+    """Returns the problems of the shape that was given, by a name made of it.
+
+    So a file keeps the results of other shapes.
+    """
     dtype = "float32" if platform == "cpu" else "bfloat16"
-    defaults: dict[str, Any] = {"batch": 1, "heads": 8, "head_dim": 64, "dtype": dtype}
-    shape = {**defaults, **_own_shape(settings)}
-    if shape["heads"] % (shape.get("kv_heads") or shape["heads"]):
-        sys.exit(f"--kv-heads: expected a divisor of {shape['heads']}, got {shape['kv_heads']}")
+    shape: dict[str, Any] = {**DEFAULT_SHAPE, "dtype": dtype, **_own_shape(settings)}
     problems = [
         Problem(length=length, is_causal=is_causal, **shape)
         for length in settings.lengths or PRESETS["laptop"].lengths
         for is_causal in (False, True)
     ]
     title = ", ".join(report.WORDS[name](value) for name, value in shape.items())
-    return Group(title, problems)
+    name = re.sub("[^a-z0-9]+", "-", title.lower().replace("=", "")).strip("-")
+    return {name: Group(title, problems)}
 
 
 def chosen(settings: argparse.Namespace, platform: str) -> dict[str, Group]:
     """Returns the groups that were asked for, by name."""
     if _own_shape(settings):
-        groups = {CUSTOM: custom(settings, platform)}
+        groups = custom(settings, platform)
     else:
         names = settings.preset or [DEFAULT_PRESET.get(platform, "laptop")]
         groups = {name: PRESETS[name].group(settings.lengths) for name in names}
@@ -214,7 +285,11 @@ def dry_run(groups: dict[str, Group]) -> None:
                 except Exception as error:
                     missing = direction, contender, reason(error)
                     absent[missing] = absent.get(missing, 0) + 1
-            lower_expected(problem)
+            try:
+                lower_expected(problem)
+            except Exception as error:
+                missing = "checking", REFERENCE, reason(error)
+                absent[missing] = absent.get(missing, 0) + 1
         print(f"{name}: {len(group.problems)} problems, {lowered} programs lowered")
         for (direction, contender, why), count in absent.items():
             print(f"  absent from {direction} of {count} problems: {contender}: {why}")
@@ -243,10 +318,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse_arguments(arguments)
     if settings.peak_of:
         name, attributes = settings.peak_of
-        print(json.dumps(measure_peak(name, Problem(**json.loads(attributes)))))
+        print(json.dumps(peak_or_reason(name, Problem(**json.loads(attributes)))))
         return
     if settings.merge:
-        results = merged(map(read, settings.merge))
+        results = settings.known
         write(results, settings.out)
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -254,8 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dry_run(chosen(settings, "gpu"))
             return
         groups = chosen(settings, jax.default_backend())
-        before = read(settings.out) if settings.out.exists() else {"groups": {}}
-        others = {"groups": {k: g for k, g in before["groups"].items() if k not in groups}}
+        known = settings.known["groups"].items()
+        others: Results = {"groups": {name: group for name, group in known if name not in groups}}
         results = run(groups, settings, lambda found: write(merged([others, found]), settings.out))
         for group in results["groups"].values():
             print(report.details(group["rows"]), end="\n\n")

@@ -33,6 +33,8 @@ CHUNK = 8  # problems compiled together
 MATMUL_SIZE = {"cpu": 2048, "gpu": 8192}
 COPIED_BYTES = {"cpu": 2**28, "gpu": 2**32}
 MATMUL = "matrix product"
+REFERENCE = "reference"
+"""What stands among the absent where there is nothing to compare results with."""
 
 
 def relative_errors(found: Arrays, correct: Arrays) -> dict[str, float]:
@@ -52,9 +54,14 @@ def yardstick(dtype: str) -> tuple[Call, int]:
     backend = jax.default_backend()
     size = MATMUL_SIZE.get(backend, 4096)
     spec = jax.ShapeDtypeStruct((size, size), jnp.dtype("float32" if backend == "cpu" else dtype))
-    square = normals(0, spec)
     product = _product("highest" if spec.dtype == jnp.float32 else None)
-    return lambda: product(square, square), matmul_flops(size, size, size)
+
+    # Made by the first call, whose failure is caught: no room for it stops nobody.
+    @functools.cache
+    def square() -> jax.Array:
+        return normals(0, spec)
+
+    return lambda: product(square(), square()), matmul_flops(size, size, size)
 
 
 @functools.cache
@@ -62,30 +69,45 @@ def _product(precision: str | None) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(jnp.matmul, precision=precision))
 
 
-def bytes_per_second() -> float:
-    """Returns the rate at which a large array is read and written."""
+def bytes_per_second() -> float | None:
+    """Returns the rate at which a large array is read and written, None where it can't be."""
     size = COPIED_BYTES.get(jax.default_backend(), 2**28)
-    array = jnp.zeros(size // 4, jnp.float32)
     negate = jax.jit(jnp.negative)
-    times = take_turns({"copy": lambda: negate(array)}, jax.block_until_ready)
-    return 2 * size / times["copy"]["median_s"]
+
+    # Made by the first call, whose failure is caught: no room for it stops nobody.
+    @functools.cache
+    def array() -> jax.Array:
+        return jnp.zeros(size // 4, jnp.float32)
+
+    times, _ = take_turns({"copy": lambda: negate(array())}, jax.block_until_ready)
+    return 2 * size / times["copy"]["median_s"] if times else None
 
 
 def measure(prepared: Prepared) -> list[Row]:
     """Checks and times a problem's contenders; returns a row for each direction."""
+    arrays = make_operands(prepared.problem)
+    correct, unchecked = _correct(prepared, *arrays)
+    return [
+        _measure_direction(prepared, direction, arrays, correct, unchecked)
+        for direction in DIRECTIONS
+    ]
+
+
+def _correct(
+    prepared: Prepared, operands: Arrays, constants: Arrays, cotangent: jax.Array
+) -> tuple[Arrays, dict[str, str]]:
+    """What results are compared with; nothing, and why, where it can't be computed."""
     problem = prepared.problem
-    operands, constants, cotangent = make_operands(problem)
-    correct = jax.device_get(
-        prepared.expected(
+    try:
+        program = prepared.expected.result()
+        correct = program(
             problem.checked_parts(operands),
             problem.checked_parts(constants),
             problem.checked_part("output", cotangent),
         )
-    )
-    return [
-        _measure_direction(prepared, direction, (operands, constants, cotangent), correct)
-        for direction in DIRECTIONS
-    ]
+        return jax.device_get(correct), {}
+    except Exception as error:
+        return {}, {REFERENCE: reason(error)}
 
 
 def _measure_direction(
@@ -93,31 +115,35 @@ def _measure_direction(
     direction: Direction,
     arrays: tuple[Arrays, Arrays, jax.Array],
     correct: Arrays,
+    unchecked: dict[str, str],
 ) -> Row:
-    problem, absent = prepared.problem, dict(prepared.absent[direction])
-    programs = prepared.programs[direction]
+    problem, absent = prepared.problem, prepared.absent[direction] | unchecked
     calls: dict[str, Call] = {}
     errors: dict[str, dict[str, float]] = {}
-    for name, of_one in programs.items():
+    memory: dict[str, dict[str, int]] = {}
+    for name, of_one in prepared.programs[direction].items():
         try:
             call = _call(of_one, direction, *arrays)
-            found = {"output": call()} if direction == "forward" else call()
+            found = jax.block_until_ready({"output": call()} if direction == "forward" else call())
             # The plain formula drops other probabilities: right, but not comparable.
-            if not (problem.dropout_rate and name == "dense"):
+            if correct and not (problem.dropout_rate and name == "dense"):
                 of_direction = {result: correct[result] for result in found}
                 errors[name] = relative_errors(problem.checked_parts(found), of_direction)
             del found
+            memory[name] = planned_memory(of_one)
             calls[name] = call
         except Exception as error:
             absent[name] = reason(error)
+    times, matmul_tflops, failed = _timed(problem, calls)
     return rated(
         {
             "direction": direction,
             **problem.to_json(),
-            **_timed(problem, calls),
+            "times": times,
+            "matmul_tflops": matmul_tflops,
             "errors": errors,
-            "memory": {name: planned_memory(programs[name]) for name in calls},
-            "absent": absent,
+            "memory": memory,
+            "absent": absent | failed,
         }
     )
 
@@ -132,15 +158,20 @@ def _call(
     return functools.partial(programs.timed, pull, cotangent)
 
 
-def _timed(problem: Problem, calls: dict[str, Call]) -> dict[str, Any]:
-    """Times the contenders, each repeat of a program by itself, and a matrix product."""
+def _timed(
+    problem: Problem, calls: dict[str, Call]
+) -> tuple[dict[str, Times], float | None, dict[str, str]]:
+    """Times the contenders, each repeat of a program by itself, and a matrix product.
+
+    Returns:
+      The contenders' times, the product's rate, and why anybody has none.
+    """
     product, flops = yardstick(problem.dtype)
-    times = take_turns({**calls, MATMUL: product}, jax.block_until_ready)
-    matmul_tflops = flops / times.pop(MATMUL)["median_s"] / 1e12
-    return {
-        "times": {name: _share(of_one, problem.repeats) for name, of_one in times.items()},
-        "matmul_tflops": matmul_tflops,
-    }
+    times, failed = take_turns({**calls, MATMUL: product}, jax.block_until_ready)
+    of_product = times.pop(MATMUL, None)
+    matmul_tflops = flops / of_product["median_s"] / 1e12 if of_product else None
+    shares = {name: _share(of_one, problem.repeats) for name, of_one in times.items()}
+    return shares, matmul_tflops, failed
 
 
 def _share(times: Times, repeats: int) -> Times:
@@ -216,4 +247,4 @@ def _measure_or_say_why(
     try:
         return measure(wait())
     except Exception as error:
-        return absent_rows(problem, names, reason(error))
+        return absent_rows(problem, names, f"operands: {reason(error)}")

@@ -87,7 +87,10 @@ def _draw(group: dict[str, Any], path: Path, quantity: Quantity) -> None:
     """Draws lines over length, or bars where there is one length only."""
     several = len({row["length"] for row in group["rows"]}) > 1
     figure, axes = (_lines if several else _bars)(group["rows"], quantity)
-    _finish(figure, axes, f"{quantity.title}, {_where(group)}", path)
+    title, kinds = f"{quantity.title}, {_where(group)}", len(_kinds(group["rows"]))
+    if several and kinds > MOST_PANELS:
+        title += f"\n(the first {MOST_PANELS} of {kinds} kinds of problems)"
+    _finish(figure, axes, title, path)
 
 
 def _lines(rows: Sequence[Row], quantity: Quantity) -> tuple[Any, Any]:
@@ -163,19 +166,29 @@ def _scale(ax: Any, axis: str, quantity: Quantity) -> None:
         ax.set(**{f"{axis}scale": "log"})
 
 
+def _right(row: Row) -> dict[str, float]:
+    """The rates of those whose results were right: how fast others are says nothing."""
+    return {name: rate for name, rate in row["tflops"].items() if name not in row["wrong"]}
+
+
+def _left_out(rows: Iterable[Row]) -> str:
+    return " (who was wrong is left out)" if any(row["wrong"] for row in rows) else ""
+
+
 def draw_speed(group: dict[str, Any], path: Path) -> None:
     """Draws the rate over length, and that of a matrix product."""
     name, factor = unit(group["rows"])
 
     def rate(row: Row, contender: str) -> float | None:
-        tflops = row["tflops"].get(contender)
+        tflops = _right(row).get(contender)
         return tflops and tflops * factor
 
     def of_matmul(row: Row) -> float | None:
         return row["matmul_tflops"] and row["matmul_tflops"] * factor
 
+    title = f"Speed of attention{_left_out(group['rows'])}"
     directions: dict[Direction, str] = {"forward": "forward", "backward": "backward"}
-    _draw(group, path, Quantity("Speed of attention", name, rate, directions, of_matmul))
+    _draw(group, path, Quantity(title, name, rate, directions, of_matmul))
 
 
 def draw_memory(group: dict[str, Any], path: Path) -> None:
@@ -201,7 +214,7 @@ def draw_roofline(group: dict[str, Any], path: Path) -> None:
         problem = problem_of(row)
         intensity = problem.flops(row["direction"]) / problem.bytes_moved(row["direction"])
         intensities.append(intensity)
-        for contender, tflops in row["tflops"].items():
+        for contender, tflops in _right(row).items():
             ax.plot(intensity, tflops * factor, MARKS[row["direction"]], ms=5, alpha=0.7,
                     color=_color(contender, names),
                     label=f"{contender}, {row['direction']}")  # fmt: skip
@@ -219,7 +232,7 @@ def draw_roofline(group: dict[str, Any], path: Path) -> None:
     ax.tick_params(axis="x", which="minor", labelbottom=False)
     ax.set_xlabel("FLOP to a byte that has to move")
     ax.set_ylabel(name)
-    _finish(figure, axes, f"Roofline of {_where(group)}", path)
+    _finish(figure, axes, f"Roofline of {_where(group)}{_left_out(rows)}", path)
 
 
 PICTURES = {"speed": draw_speed, "memory": draw_memory, "roofline": draw_roofline}

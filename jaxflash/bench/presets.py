@@ -32,21 +32,31 @@ class Preset:
     """A group for the lengths that are asked for.
 
     Attributes:
-      title: see `Group`.
+      title: see `Group`; the tokens of a batch come before it where `says_tokens`.
       lengths: those by default, the most important first.
       problems: the problems of one length.
       contenders: see `Group`.
+      says_tokens: whether problems have as many tokens as each other, where lengths allow it.
     """
 
     title: str
     lengths: Sequence[int]
     problems: Callable[[int], Iterable[Problem]]
     contenders: Sequence[str] | None = None
+    says_tokens: bool = False
 
     def group(self, lengths: Sequence[int] | None = None) -> Group:
         """Returns its problems of the given lengths, or of its own."""
         problems = [p for length in lengths or self.lengths for p in self.problems(length)]
-        return Group(self.title, problems, self.contenders)
+        title = f"{_tokens(problems)}, {self.title}" if self.says_tokens else self.title
+        return Group(title, problems, self.contenders)
+
+
+def _tokens(problems: Iterable[Problem]) -> str:
+    """How many tokens the batches of problems hold."""
+    counts = {problem.batch * problem.length for problem in problems}
+    least, most = min(counts), max(counts)
+    return f"{most} tokens" if least == most else f"{least} to {most} tokens"
 
 
 def training(length: int, head_dim: int, **settings: Any) -> Problem:
@@ -106,11 +116,11 @@ def _small(length: int) -> Iterable[Problem]:
     ]
 
 
-FA3_TITLE = "16384 tokens, hidden size 2048, bfloat16"
+FA3_TITLE = "hidden size 2048, bfloat16"
 PRESETS: dict[str, Preset] = {
     "laptop": Preset("B=1, N=8, H=64, float32", (1024, 512, 2048), _laptop),
     "cpu": Preset("B=1, N=8, H=64", (2048, 512, 4096), _cpu),
-    "fa3": Preset(FA3_TITLE, (1024, 8192, 512, 2048, 4096, 16384), _fa3),
+    "fa3": Preset(FA3_TITLE, (1024, 8192, 512, 2048, 4096, 16384), _fa3, says_tokens=True),
     "triton-tutorial": Preset(
         "the Triton tutorial's B=4, N=48, float16",
         (1024, 8192, 2048, 4096, 16384),
@@ -120,7 +130,11 @@ PRESETS: dict[str, Preset] = {
     "long": Preset("B=1, N=16, H=128, bfloat16", (16384, 65536, 32768), _long),
     "float32": Preset("float32, B=4, hidden size 2048", (4096,), _float32),
     "features": Preset(
-        FA3_TITLE, (4096,), _features, ("jaxflash", "jax.nn cudnn", "jax.nn xla", "dense")
+        FA3_TITLE,
+        (4096,),
+        _features,
+        ("jaxflash", "jax.nn cudnn", "jax.nn xla", "dense"),
+        says_tokens=True,
     ),
     "small": Preset("few heads, N=8, bfloat16, 16 calls in a program", (512, 256, 1024), _small),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,9 @@ def lower_expected(problem: Problem) -> Any:
         return jax.jit(expected(problem)).trace(operands, constants, cotangent).lower()
 
 
-def compile_expected(lowered: Any) -> Any:
+def compile_expected(problem: Problem) -> Any:
     """Compiles what is run once: searching for the fastest products would take longest."""
+    lowered = lower_expected(problem)
     on_gpu = jax.default_backend() == "gpu"
     return lowered.compile({"xla_gpu_autotune_level": "0"} if on_gpu else None)
 
@@ -91,13 +92,13 @@ class Prepared:
     Attributes:
       problem: what they solve.
       programs: by direction and contender.
-      expected: what they are compared with.
+      expected: what they are compared with, or what prevents it.
       absent: why others have none, by direction and contender.
     """
 
     problem: Problem
     programs: dict[Direction, dict[str, Programs]]
-    expected: Any
+    expected: Future[Any]
     absent: dict[Direction, dict[str, str]]
 
 
@@ -118,7 +119,7 @@ def prepare(
             compiling[direction, name] = lowered.map(lambda program: pool.submit(program.compile))
         except Exception as error:
             absent[direction][name] = reason(error)
-    compiling_expected = pool.submit(compile_expected, lower_expected(problem))
+    compiling_expected = pool.submit(compile_expected, problem)
 
     def wait() -> Prepared:
         programs: dict[Direction, dict[str, Programs]] = {d: {} for d in DIRECTIONS}
@@ -127,6 +128,6 @@ def prepare(
                 programs[direction][name] = futures.map(lambda future: future.result())
             except Exception as error:
                 absent[direction][name] = reason(error)
-        return Prepared(problem, programs, compiling_expected.result(), absent)
+        return Prepared(problem, programs, compiling_expected, absent)
 
     return wait

@@ -92,6 +92,8 @@ def conditions(group: dict[str, Any]) -> str:
         for name in ("driver", "cuda", "cudnn", "jax")
         if group.get(name) and not (group["platform"] == "cpu" and name != "jax")
     ]
+    if group.get("implementation", "native") != "native":
+        versions.append(f"jaxflash in pure JAX (implementation {group['implementation']!r})")
     parts = [device, *versions, group["date"]]
     if group.get("commit"):
         parts.append(f"commit {group['commit']}")
@@ -100,7 +102,10 @@ def conditions(group: dict[str, Any]) -> str:
 
 def summary(results: Results) -> str:
     """Returns tables of jaxflash's speed and memory over length, for every group."""
-    return _of_groups(results, lambda rows: [speed(rows), memory_table(rows), *absences(rows)])
+    return _of_groups(
+        results,
+        lambda rows: [speed(rows), memory_table(rows), *not_measured(rows), *absences(rows)],
+    )
 
 
 def speed_summary(results: Results) -> str:
@@ -179,12 +184,24 @@ def memory_table(rows: Sequence[Row]) -> str:
 
     def cell(row: Row) -> str:
         sizes = (row["memory"].get(name, {}).get("workspace_bytes") for name in names)
-        return " / ".join("-" if size is None else f"{size / 2**20:.3g}" for size in sizes)
+        return " / ".join("-" if size is None else mebibytes(size) for size in sizes)
 
     return (
-        f"MiB that XLA sets aside beside operands and results, {' / '.join(names)} "
+        f"MiB (where no other unit stands) that XLA sets aside beside operands and results, "
+        f"{' / '.join(names)} "
         f"(backward: output and gradients in one program):\n\n{over_length(rows, cell)}"
     )
+
+
+def mebibytes(size: int) -> str:
+    """Returns a size in MiB, without the unit; with another unit where that is unreadably small."""
+    if size == 0:
+        return "0"
+    if size < 1024:
+        return f"{size} B"
+    if size < 0.01 * 2**20:
+        return f"{size / 1024:.3g} KiB"
+    return f"{size / 2**20:.3g}" if size < 1000 * 2**20 else f"{size / 2**20:.0f}"
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -193,17 +210,21 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def mean_ratio(rows: Sequence[Row], rival: str) -> str:
-    """Returns a line about a rival, of the rows where both it and jaxflash have times."""
+    """Returns a line about a rival, of the rows where both it and jaxflash have right results."""
     ratios: dict[str, list[float]] = {}
     for direction in DIRECTIONS:
-        of_one = [row["ratio"] for row in of_direction(rows, direction)]
-        ratios[direction] = [ratio[rival] for ratio in of_one if rival in ratio]
+        ratios[direction] = [
+            row["ratio"][rival]
+            for row in of_direction(rows, direction)
+            if rival in row["ratio"] and not {rival, OURS} & set(row["wrong"])
+        ]
     parts = [
         f"{direction} {geometric_mean(values):.2f} (least {min(values):.2f})"
         for direction, values in ratios.items()
         if values
     ]
-    return f"Times as fast as {rival}, geometric mean: {', '.join(parts) or 'not measured'}."
+    means = ", ".join(parts) or "both were never right"
+    return f"Times as fast as {rival}, geometric mean: {means}."
 
 
 def largest_errors(rows: Sequence[Row]) -> str:
@@ -217,17 +238,33 @@ def largest_errors(rows: Sequence[Row]) -> str:
 
 
 def absences(rows: Sequence[Row]) -> list[str]:
-    """Returns a line for each reason why somebody is absent from some problems."""
-    counts: dict[tuple[str, str], dict[str, int]] = {}
-    for row in rows:
-        for absent in row["absent"].items():
-            of_one = counts.setdefault(absent, {})
-            of_one[row["direction"]] = of_one.get(row["direction"], 0) + 1
-    return [
-        f"Absent from {' and '.join(f'{n} {direction}' for direction, n in count.items())}: "
-        f"{name}: {why}"
-        for (name, why), count in counts.items()
+    """Returns a line for each reason why some are absent from some problems."""
+    reasons = [(row["direction"], name, why) for row in rows for name, why in row["absent"].items()]
+    return [f"Absent from {line}" for line in _by_reason(reasons)]
+
+
+def not_measured(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each reason why the memory of some was not measured."""
+    reasons = [
+        (row["direction"], name, memory["not_measured"])
+        for row in rows
+        for name, memory in row["memory"].items()
+        if "not_measured" in memory and name not in row["absent"]
     ]
+    return [f"Memory not measured in {line}" for line in _by_reason(reasons)]
+
+
+def _by_reason(reasons: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Lines of directions, names and why; those for whom all of it is the same share one."""
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for direction, name, why in reasons:
+        of_one = counts.setdefault((name, why), {})
+        of_one[direction] = of_one.get(direction, 0) + 1
+    names: dict[tuple[str, str], list[str]] = {}
+    for (name, why), count in counts.items():
+        where = " and ".join(f"{number} {direction}" for direction, number in count.items())
+        names.setdefault((where, why), []).append(name)
+    return [f"{where}: {', '.join(of_one)}: {why}" for (where, why), of_one in names.items()]
 
 
 def details(rows: Sequence[Row]) -> str:
@@ -238,12 +275,15 @@ def details(rows: Sequence[Row]) -> str:
     header += ["of best", "workspace MiB", "measured MiB", "error"]
 
     def mib(size: int | None) -> str:
-        return "" if size is None else f"{size / 2**20:.4g}"
+        return "" if size is None else mebibytes(size)
+
+    def of_best(row: Row, name: str) -> str:
+        times = {n: of["median_s"] for n, of in row["times"].items() if n not in row["wrong"]}
+        return f"{min(times.values()) / times[name]:.2f}" if name in times else ""
 
     def cells(row: Row, name: str) -> list[str]:
         times, rate, memory = row["times"][name], row["tflops"][name], row["memory"].get(name, {})
         low, high = times["quartiles_s"]
-        fastest = min(of_one["median_s"] for of_one in row["times"].values())
         most, errors = row["matmul_tflops"], row["errors"].get(name)
         return [
             row["direction"],
@@ -254,9 +294,9 @@ def details(rows: Sequence[Row]) -> str:
             f"{(high - low) / 2 * 1e3:.1g}",
             f"{rate * factor:.3g}",
             f"{rate / most:.0%}" if most else "",
-            f"{fastest / times['median_s']:.2f}",
+            of_best(row, name),
             mib(memory.get("workspace_bytes")),
-            mib(memory.get("measured_bytes")),
+            "not measured" if "not_measured" in memory else mib(memory.get("measured_bytes")),
             marked(row, name, f"{max(errors.values()):.1e}") if errors else "",
         ]
 

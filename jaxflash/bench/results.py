@@ -99,8 +99,15 @@ def facts(commit_name: str | None = None) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "jaxflash": __version__,
+        "implementation": _implementation(backend),
         **{name: version(name) for name in sorted(map(str, rivals)) if version(name)},
     }
+
+
+def _implementation(backend: str) -> str:
+    """Which of jaxflash's implementations runs where none is asked for."""
+    why_not = _modules.unavailable_reason("cuda" if backend == "gpu" else backend)
+    return "native" if why_not is None else "xla"
 
 
 def _gpu() -> dict[str, Any]:
@@ -134,21 +141,42 @@ def write(results: Results, path: Path) -> None:
 
 
 def read(path: Path) -> Results:
-    """Returns the results of a file."""
-    return json.loads(path.read_text())
+    """Returns the results of a file.
+
+    Raises:
+      ValueError: the file holds something else.
+    """
+    found = json.loads(path.read_text())
+    groups = found.get("groups") if isinstance(found, dict) else None
+    if not isinstance(groups, dict):
+        raise ValueError("it has no groups of results")
+    if without := [name for name, group in groups.items() if "rows" not in group]:
+        raise ValueError(f"it has no rows in {', '.join(without)}")
+    return found
 
 
 def merged(files: Iterable[Results]) -> Results:
     """Returns the groups of several files, row by row.
 
     Of a contender that is in two rows of a problem the later counts, unless it is absent there.
+
+    Raises:
+      ValueError: a group was measured on different devices, whose times can't be compared.
     """
     groups: dict[str, Any] = {}
     for results in files:
         for name, group in results["groups"].items():
             known = groups.get(name, {"rows": []})
+            _check_same_device(name, known, group)
             groups[name] = {**known, **group, "rows": _merged_rows(known["rows"] + group["rows"])}
     return {"groups": groups}
+
+
+def _check_same_device(name: str, known: dict[str, Any], group: dict[str, Any]) -> None:
+    for fact in ("platform", "device"):
+        expected, found = known.get(fact), group.get(fact)
+        if None not in (expected, found) and expected != found:
+            raise ValueError(f"group {name}: expected one {fact}, got {expected} and {found}")
 
 
 def _merged_rows(rows: Iterable[Row]) -> list[Row]:

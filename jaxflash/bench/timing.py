@@ -6,8 +6,10 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from jaxflash.bench.results import reason
 
 MEASUREMENT_SECONDS = 0.03
 MOST_TURNS, FEWEST_TURNS = 7, 3
@@ -17,6 +19,7 @@ ROUNDS_SECONDS = 6.0
 Times = dict[str, Any]
 Call = Callable[[], Any]
 Wait = Callable[[Any], Any]
+Found = TypeVar("Found")
 
 
 def summary(times: list[float]) -> Times:
@@ -54,7 +57,28 @@ def order_of_turn(names: list[str], turn: int) -> list[str]:
     return random.Random(turn).sample(names, len(names))
 
 
-def take_turns(calls: Mapping[str, Call], wait: Wait) -> dict[str, Times]:
+def _of_each(
+    names: Iterable[str], function: Callable[[str], Found], failed: dict[str, str]
+) -> dict[str, Found]:
+    """What a function returns for each name. A name for which it raises is left out from then on.
+
+    Args:
+      names: in this order.
+      function: of a name.
+      failed: why it raised, by name; this adds to it.
+    """
+    found: dict[str, Found] = {}
+    for name in names:
+        if name in failed:
+            continue
+        try:
+            found[name] = function(name)
+        except Exception as error:
+            failed[name] = reason(error)
+    return found
+
+
+def take_turns(calls: Mapping[str, Call], wait: Wait) -> tuple[dict[str, Times], dict[str, str]]:
     """Times calls alternately, 7 measurements of each, or down to 3 where they are long.
 
     A measurement is as many calls as last `MEASUREMENT_SECONDS`. A call that is not timed comes
@@ -65,15 +89,21 @@ def take_turns(calls: Mapping[str, Call], wait: Wait) -> dict[str, Times]:
       wait: waits until results are there.
 
     Returns:
-      For each, the `summary` of a call's seconds in each measurement.
+      The `summary` of the seconds of each call, and why others have none: a call that raises stops
+      nobody else, even when it has been timed before.
     """
-    sizes = {name: batch_size(call, wait) for name, call in calls.items()}
+    failed: dict[str, str] = {}
+    sizes = _of_each(calls, lambda name: batch_size(calls[name], wait), failed)
     a_round = sum(elapsed * (1 + 1 / count) for count, elapsed in sizes.values())
     turns = int(min(max(ROUNDS_SECONDS / max(a_round, 1e-9), FEWEST_TURNS), MOST_TURNS))
-    times: dict[str, list[float]] = {name: [] for name in calls}
+
+    def seconds(name: str) -> float:
+        count, _ = sizes[name]
+        batch_seconds(calls[name], 1, wait)
+        return batch_seconds(calls[name], count, wait) / count
+
+    times: dict[str, list[float]] = {name: [] for name in sizes}
     for turn in range(turns):
-        for name in order_of_turn(list(calls), turn):
-            count = sizes[name][0]
-            batch_seconds(calls[name], 1, wait)
-            times[name].append(batch_seconds(calls[name], count, wait) / count)
-    return {name: summary(of_one) for name, of_one in times.items()}
+        for name, of_one in _of_each(order_of_turn(list(sizes), turn), seconds, failed).items():
+            times[name].append(of_one)
+    return {name: summary(of_one) for name, of_one in times.items() if name not in failed}, failed
