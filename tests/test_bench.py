@@ -149,6 +149,23 @@ class TestProblem:
         (gradients,) = pull(first["value"])
         assert jnp.allclose(found["query"], gradients["query"], atol=1e-5)
 
+    @pytest.mark.parametrize("length", [1, 7, 8, 100])
+    def test_documents_of_different_lengths(self, length):
+        problem = Problem(1, length, 1, 8, feature="8 documents")
+        _, constants, _ = problems.make_operands(problem)
+        ids = np.asarray(constants["segment_ids"])[0]
+        pairs = int((ids[:, None] == ids).sum())
+        assert problem.flops("forward") == attention_flops(pairs, 8)
+
+    def test_errors_of_zeros_and_of_no_numbers(self):
+        correct = {"zeros": np.zeros(4), "numbers": np.ones(4)}
+        right = measure.relative_errors(correct, correct)
+        assert right == {"zeros": 0, "numbers": 0}
+        wrong = measure.relative_errors({n: x * np.nan for n, x in correct.items()}, correct)
+        assert wrong == dict.fromkeys(correct, measure.NOT_A_NUMBER)
+        off = measure.relative_errors({n: x + 1e-2 for n, x in correct.items()}, correct)
+        assert off == pytest.approx(dict.fromkeys(correct, 1e-2))
+
     def test_documents_count_what_they_see(self):
         whole, documents = (Problem(2, 64, 3, 8, feature=f) for f in ("plain", "8 documents"))
         for direction in DIRECTIONS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,12 +38,22 @@ REFERENCE = "reference"
 """What stands among the absent where there is nothing to compare results with."""
 
 
+NOT_A_NUMBER = 1e300
+"""The error of a result with NaN or infinity, which JSON has no word for."""
+
+
 def relative_errors(found: Arrays, correct: Arrays) -> dict[str, float]:
-    """Returns the relative error of each result in the Frobenius norm."""
+    """Returns the relative error of each result in the Frobenius norm.
+
+    A result that should be all zeros (a gradient of a query with a single key) is measured by the
+    number of its elements.
+    """
     errors: dict[str, float] = {}
     for name, array in correct.items():
         difference = np.asarray(found[name], np.float64) - np.asarray(array, np.float64)
-        errors[name] = float(np.linalg.norm(difference) / np.linalg.norm(array))
+        size = float(np.linalg.norm(array)) or math.sqrt(array.size)
+        error = float(np.linalg.norm(difference)) / size
+        errors[name] = error if math.isfinite(error) else NOT_A_NUMBER
     return errors
 
 

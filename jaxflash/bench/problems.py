@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -133,11 +134,13 @@ class Problem:
 
     def flops(self, direction: Direction) -> int:
         """FLOP of a call, backward without forward; of documents, what they see of themselves."""
-        length = self.length // self.documents
-        pairs = visible_pairs(
-            length, length, is_causal=self.is_causal, local_window_size=self.window
+        # As the ids have it: key j belongs to document 8 * j // length.
+        ends = [-(-self.length * i // self.documents) for i in range(self.documents + 1)]
+        pairs = sum(
+            visible_pairs(length, length, is_causal=self.is_causal, local_window_size=self.window)
+            for length in (after - before for before, after in itertools.pairwise(ends))
         )
-        pairs *= self.batch * self.documents * self.heads
+        pairs *= self.batch * self.heads
         return attention_flops(pairs, self.head_dim, backward=direction == "backward")
 
     def bytes_moved(self, direction: Direction) -> int:

@@ -135,9 +135,11 @@ def _processor() -> dict[str, Any]:
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes a file of results."""
+    """Writes a file of results: all of it or, where that is interrupted, nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.part")
+    unfinished.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
 
 
 def read(path: Path) -> Results:
