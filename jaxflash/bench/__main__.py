@@ -1,9 +1,9 @@
 """Times attention on this machine, and checks results and weighs memory in the same run.
 
-    python -m jaxflash.bench                                  # a minute on a laptop; on a GPU, fa3
-    python -m jaxflash.bench --preset fa3 long --budget 500   # what is left after 500 s is said
-    python -m jaxflash.bench --batch 4 --heads 16 --kv-heads 4 --head-dim 128 --lengths 1024 4096
-    python -m jaxflash.bench --merge a.json b.json --out all.json
+    python -P -m jaxflash.bench                 # a minute on a laptop; on a GPU fa3
+    python -P -m jaxflash.bench --preset fa3 long --budget 500   # what is left after 500 s is said
+    python -P -m jaxflash.bench --batch 4 --heads 16 --kv-heads 4 --head-dim 128 --lengths 1024 4096
+    python -P -m jaxflash.bench --merge a.json b.json --out all.json
 
 Contenders are jaxflash and every alternative that is installed. They run jitted and take turns in
 one process, on random normal numbers. A measurement is as many calls as last 30 ms, dispatched
