@@ -411,14 +411,22 @@ class BlockedAttention:
         return rules
 
 
+@jax.custom_jvp
 def below(logits: jax.Array, reference: jax.Array) -> jax.Array:
-    """Logits minus a reference, 0 for those above it.
+    """Logits minus a reference, 0 for those above it; its derivative is that of the difference.
 
-    A reference is a maximum of logits that were rounded, and is above all of them. But a compiler
-    may multiply and subtract at once, without rounding between; a comparison takes care that it
-    does not.
+    A reference is a maximum of logits that were rounded, and is above all of them but for rounding.
+    A compiler may multiply and subtract at once, without rounding between; a comparison takes care
+    that it does not.
     """
     return jnp.where(logits > reference, reference, logits) - reference
+
+
+@below.defjvp
+def _(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return below(*primals), tangents[0] - tangents[1]
 
 
 def sink_weights(sinks: jax.Array, logit_max: jax.Array, log_sum: jax.Array) -> jax.Array:
