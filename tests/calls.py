@@ -239,6 +239,13 @@ def bfloat16():
     return np.dtype(jnp.bfloat16)
 
 
+def repeat(run, arrays, count):
+    """Calls a function so many times, and waits for the last result."""
+    for _ in range(count):
+        result = run(*arrays)
+    jax.block_until_ready(result)
+
+
 def python_environment(**variables):
     """The environment for a fresh interpreter."""
     # The package under test, not the source folder that the interpreter may be started in.

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from calls import QKV, Shape, compare, compiled, make_call, normal, run_python
+from calls import QKV, Shape, compare, compiled, make_call, normal, repeat, run_python
 from jaxflash import flash_attention
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU here")
@@ -96,18 +96,12 @@ def bytes_in_use():
 
 
 def test_gpu_memory_is_flat_over_many_calls(native):
-    arrays = [normal(np.random.default_rng(i), (1, 200, 2, 64)) for i in range(3)]
+    shape = Shape(B=1, T=200, S=200, N=2, H=64)
+    arrays = [jnp.asarray(x) for x in make_call(shape, jnp.dtype(jnp.bfloat16)).arrays.values()]
     run = jax.jit(jax.grad(lambda *a: flash_attention(*a, implementation=native).sum(), (0, 1, 2)))
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-
-    def repeat(count):
-        for _ in range(count):
-            result = run(*arrays)
-        jax.block_until_ready(result)
-
-    repeat(10)
+    repeat(run, arrays, 10)
     before = bytes_in_use()
-    repeat(10_000)
+    repeat(run, arrays, 10_000)
     assert bytes_in_use() <= before
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calls import Shape, bfloat16, make_call, normal, run_python
+from calls import Shape, bfloat16, make_call, normal, repeat, run_python
 from jaxflash import flash_attention
 
 
@@ -132,14 +132,9 @@ def test_b146_memory_is_flat_over_many_calls(implementation):
         jax.grad(lambda *a: flash_attention(*a, implementation=implementation).sum(), (0, 1, 2))
     )
 
-    def repeat(count):
-        for _ in range(count):
-            result = run(*arrays)
-        jax.block_until_ready(result)
-
-    repeat(2000)
+    repeat(run, arrays, 2000)
     before = resident_bytes()
-    repeat(10_000)
+    repeat(run, arrays, 10_000)
     assert resident_bytes() - before < 1_000_000
     assert len(jax.live_arrays()) < 10_000
 

@@ -13,9 +13,8 @@ namespace jaxflash::cuda::sm90 {
 using sm80::Schedule;
 
 // An operand [*B, rows, heads, columns], dims in any order, as the tensor memory accelerator reads
-// it: four dims
-// (columns, heads, rows, batches), of which the last has as stride what all batch strides are
-// multiples of.
+// it: four dims (columns, heads, rows, batches), of which the last has as stride what all batch
+// strides are multiples of.
 struct TileMap {
   CUtensorMap map;
   int32_t batch[kMaxBatchDims];  // of a step along each batch dim, in the map's last dim
