@@ -659,7 +659,9 @@ class TestCommand:
             "absent from backward of 2 problems: jax.nn xla: NotImplementedError: has no" in printed
         )
 
-    def test_peak_memory_is_that_of_a_process_of_its_own(self, tmp_path):
+    def test_peak_memory_is_that_of_a_process_of_its_own(self, tmp_path, monkeypatch):
+        (tmp_path / "jaxflash.py").write_text("raise ImportError('not the package measured')")
+        monkeypatch.chdir(tmp_path)
         out = tmp_path / "found.json"
         arguments = ["--lengths", "512", "--heads", "1", "--no-plots", "--peak-memory"]
         command.main([*arguments, "--contenders", "jax.nn xla", "--out", str(out)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -61,9 +62,11 @@ def peak_or_reason(contender: str, problem: Problem) -> Peak:
 
 def measured_elsewhere(contender: str, problem: Problem) -> Peak:
     """Has a process of its own call `peak_or_reason`; returns what it does, or how it ended."""
-    safe_path = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe_path, "-m", "jaxflash.bench", "--peak-of", contender]
-    run = subprocess.run([*command, json.dumps(problem.to_json())], capture_output=True, text=True)
+    command = [sys.executable, "-P", "-m", "jaxflash.bench", "--peak-of", contender]
+    command.append(json.dumps(problem.to_json()))
+    # The packages measured are those of this process, not what the working folder may hold.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         return {"not_measured": f"the process ended with {run.returncode}"}
     return json.loads(run.stdout.splitlines()[-1])
