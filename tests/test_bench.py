@@ -32,7 +32,7 @@ from jaxflash.bench import (
 from jaxflash.bench.contenders import CONTENDERS, Contender
 from jaxflash.bench.costs import attention_bytes, attention_flops, visible_pairs
 from jaxflash.bench.presets import HIDDEN, PRESETS, TOKENS
-from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem
+from jaxflash.bench.problems import DIRECTIONS, FEATURES, Inputs, Problem
 from jaxflash.bench.programs import trace
 
 
@@ -143,7 +143,7 @@ class TestProblem:
         attention = problems.dense_attention(once)
         found, _ = results_of(twice, attention)
         first, (operands, _, _) = results_of(once, attention)
-        again = attention(**{**operands, "query": first["output"]})
+        again = attention(Inputs(**{**operands, "query": first["output"]}))
         assert jnp.allclose(found["output"], again, atol=1e-5)
         _, pull = problems.linearize(attention)(operands, {})
         (gradients,) = pull(first["value"])
@@ -271,7 +271,7 @@ class TestContenders:
         monkeypatch.setitem(sys.modules, CONTENDERS["pallas mosaic"].module, module)
         problem = Problem(1, 8, 2, 16, is_causal=True)
         query = jnp.ones(problem.query.shape)
-        scaled = CONTENDERS["pallas mosaic"].attention(problem, "gpu")(query, query, query)
+        scaled = CONTENDERS["pallas mosaic"].attention(problem, "gpu")(Inputs(query, query, query))
         assert (scaled == 0.25).all()
 
     def test_those_not_installed_or_of_other_platforms_are_left_out(self):
@@ -545,7 +545,7 @@ class TestCommand:
         everything = functools.partial(Contender, platforms=("cpu", "gpu"))
         monkeypatch.setitem(CONTENDERS, "failing", everything(failing, contenders.EVERYTHING))
         monkeypatch.setitem(CONTENDERS, "one-way", everything(one_way, contenders.EVERYTHING))
-        lying = everything(lambda problem: lambda query, key, value: query, contenders.EVERYTHING)
+        lying = everything(lambda problem: lambda inputs: inputs.query, contenders.EVERYTHING)
         monkeypatch.setitem(CONTENDERS, "lying", lying)
         out = tmp_path / "found.json"
         command.main([*OWN_SHAPE, "--lengths", "16", "32", "--out", str(out)])
@@ -624,7 +624,7 @@ class TestCommand:
         assert (tmp_path / "found-b1-n1-h64-float32-speed.png").exists()
 
     def test_a_wrong_result_of_jaxflash_fails(self, tmp_path, monkeypatch):
-        lying = Contender(lambda problem: lambda query, key, value: query)
+        lying = Contender(lambda problem: lambda inputs: inputs.query)
         monkeypatch.setitem(CONTENDERS, "jaxflash", lying)
         arguments = ["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(tmp_path / "x")]
         with pytest.raises(SystemExit, match="jaxflash has wrong results in 4 rows"):

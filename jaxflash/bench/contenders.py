@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxflash.bench.problems import (
     Attention,
+    Inputs,
     Problem,
     dense_attention,
     jaxflash_attention,
@@ -80,14 +81,8 @@ def _jax_nn(implementation: Literal["cudnn", "xla"]) -> Callable[[Problem], Atte
     """Attention of `jax.nn`, which takes documents as a mask."""
 
     def build(problem: Problem) -> Attention:
-        def attention(
-            query: jax.Array,
-            key: jax.Array,
-            value: jax.Array,
-            bias: jax.Array | None = None,
-            mask: jax.Array | None = None,
-            segment_ids: jax.Array | None = None,
-        ) -> jax.Array:
+        def attention(inputs: Inputs) -> jax.Array:
+            query, key, value, bias, mask, segment_ids = inputs
             if segment_ids is not None:
                 mask = same_document(segment_ids, segment_ids)
             return jax.nn.dot_product_attention(
@@ -117,8 +112,8 @@ def _flash_mha(module_name: str) -> Callable[[Problem], Attention]:
             right = 0 if problem.is_causal else problem.window
             options["window_size"] = (problem.window, right)
 
-        def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return module.flash_mha(query, key, value, **options)
+        def attention(inputs: Inputs) -> jax.Array:
+            return module.flash_mha(inputs.query, inputs.key, inputs.value, **options)
 
         return attention
 
@@ -128,19 +123,13 @@ def _flash_mha(module_name: str) -> Callable[[Problem], Attention]:
 def _tokamax(problem: Problem) -> Attention:
     module = importlib.import_module("tokamax")
 
-    def attention(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
-    ) -> jax.Array:
+    def attention(inputs: Inputs) -> jax.Array:
         return module.dot_product_attention(
-            query,
-            key,
-            value,
-            bias=bias,
-            mask=mask,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            bias=inputs.bias,
+            mask=inputs.mask,
             is_causal=problem.is_causal,
             logits_soft_cap=problem.soft_cap,
         )
@@ -158,18 +147,19 @@ def _kvax(problem: Problem) -> Attention:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     layout = ("data", None, None, None)
 
-    def attention(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        ids = jnp.zeros(shape, jnp.int32) if segment_ids is None else segment_ids
+    def attention(inputs: Inputs) -> jax.Array:
+        ids = jnp.zeros(shape, jnp.int32) if inputs.segment_ids is None else inputs.segment_ids
         places = positions, ids, positions, ids
         with utilities.attention_specs(layout, layout):
             mask = operations.create_attention_mask(*places, calc_bwd_mask=True, mesh=mesh)
             return operations.flash_attention(
-                query, key, value, *places, mask, scale=problem.head_dim**-0.5, mesh=mesh
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                *places,
+                mask,
+                scale=problem.head_dim**-0.5,
+                mesh=mesh,
             )
 
     return attention
@@ -181,17 +171,12 @@ def _pallas_triton(problem: Problem) -> Attention:
         warnings.simplefilter("ignore", DeprecationWarning)
         module = importlib.import_module("jax.experimental.pallas.ops.gpu.attention")
 
-    def attention(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
+    def attention(inputs: Inputs) -> jax.Array:
         return module.mha(
-            query,
-            key,
-            value,
-            segment_ids,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.segment_ids,
             sm_scale=problem.head_dim**-0.5,
             causal=problem.is_causal,
         )
@@ -212,9 +197,9 @@ def _pallas_mosaic(problem: Problem) -> Attention:
         **backward,
     )
 
-    def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        scale = jnp.asarray(problem.head_dim**-0.5, query.dtype)
-        return module.attention(query * scale, key, value, config)
+    def attention(inputs: Inputs) -> jax.Array:
+        scale = jnp.asarray(problem.head_dim**-0.5, inputs.query.dtype)
+        return module.attention(inputs.query * scale, inputs.key, inputs.value, config)
 
     return attention
 

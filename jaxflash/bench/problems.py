@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,20 @@ Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 Arrays = dict[str, jax.Array]
 Specs = dict[str, jax.ShapeDtypeStruct]
-Attention = Callable[..., jax.Array]
-"""Function of query, key, value and, by name, of bias, mask and segment_ids where there are any."""
+
+
+class Inputs(NamedTuple):
+    """What attention is computed of; the last three where a problem has them."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    segment_ids: jax.Array | None = None
+
+
+Attention = Callable[[Inputs], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -234,14 +246,8 @@ def dense_attention(problem: Problem, rows: Any = slice(None)) -> Attention:
             visible = visible & same_document(segment_ids[:, rows], segment_ids)
         return visible
 
-    def attention(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
+    def attention(inputs: Inputs) -> jax.Array:
+        query, key, value, bias, mask, segment_ids = inputs
         wide = jnp.promote_types(query.dtype, jnp.float32)
         key, value = (jnp.repeat(x, problem.group, axis=2) for x in (key, value))
         scores = jnp.einsum("btnh,bsnh->bnts", query[:, rows], key, preferred_element_type=wide)
@@ -264,14 +270,14 @@ def blockwise_attention(problem: Problem) -> Attention:
     sizes = range(min(problem.length, REFERENCE_ROWS), 0, -1)
     block = next(size for size in sizes if problem.length % size == 0)
 
-    def attention(query: jax.Array, *arrays: jax.Array, **more: jax.Array) -> jax.Array:
+    def attention(inputs: Inputs) -> jax.Array:
         def of_block(rows: jax.Array) -> jax.Array:
-            return dense_attention(problem, rows)(query, *arrays, **more)
+            return dense_attention(problem, rows)(inputs)
 
         blocks = jax.lax.map(
             jax.checkpoint(of_block), jnp.arange(problem.length).reshape(-1, block)
         )
-        return jnp.moveaxis(blocks, 0, 1).reshape(query.shape)
+        return jnp.moveaxis(blocks, 0, 1).reshape(inputs.query.shape)
 
     return attention
 
@@ -281,14 +287,8 @@ def jaxflash_attention(
 ) -> Attention:
     """Returns attention by jaxflash."""
 
-    def attention(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
+    def attention(inputs: Inputs) -> jax.Array:
+        query, key, value, bias, mask, segment_ids = inputs
         return flash_attention(
             query,
             key,
@@ -312,10 +312,10 @@ def forward(attention: Attention, problem: Problem) -> Callable[[Arrays, Arrays]
     """Returns the output as a function of the operands with and without gradient."""
 
     def function(operands: Arrays, constants: Arrays) -> jax.Array:
-        query = operands["query"]
+        inputs = Inputs(**operands, **constants)
         for _ in range(problem.repeats):
-            query = attention(**{**operands, "query": query}, **constants)
-        return query
+            inputs = inputs._replace(query=attention(inputs))
+        return inputs.query
 
     return function
 
@@ -325,7 +325,7 @@ def linearize(attention: Attention) -> Callable[[Arrays, Arrays], tuple[jax.Arra
 
     def function(operands: Arrays, constants: Arrays) -> tuple[jax.Array, Any]:
         def of_operands(operands: Arrays) -> jax.Array:
-            return attention(**operands, **constants)
+            return attention(Inputs(**operands, **constants))
 
         return jax.vjp(of_operands, operands)
 
