@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import signal
 import sys
 import types
 from dataclasses import replace
@@ -59,12 +60,26 @@ def test_who_fails_while_being_timed_stops_nobody(monkeypatch):
     def fails():
         raise ValueError("never")
 
-    everybody = {"good": lambda: None, "late": fails_late, "never": fails}
+    everybody = {"good": lambda: None, "late": fails_late, "never": fails, "quits": sys.exit}
     monkeypatch.setattr(timing, "batch_size", lambda call, wait: (call(), (5, 0.1))[1])
     times, failed = timing.take_turns(everybody, lambda result: None)
     assert set(times) == {"good"}
     assert times["good"]["measurements"] == timing.MOST_TURNS
-    assert failed == {"late": "RuntimeError: out of memory", "never": "ValueError: never"}
+    assert failed == {
+        "late": "RuntimeError: out of memory",
+        "never": "ValueError: never",
+        "quits": "SystemExit: ",
+    }
+
+
+def test_an_interrupt_is_nobodys_failure(monkeypatch):
+    monkeypatch.setattr(timing, "MEASUREMENT_SECONDS", 1e-6)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        timing.take_turns({"interrupted": interrupted}, lambda result: None)
 
 
 class TestCosts:
@@ -542,7 +557,11 @@ class TestCommand:
 
             return attention
 
+        def quitting(problem):
+            sys.exit("no licence")
+
         everything = functools.partial(Contender, platforms=("cpu", "gpu"))
+        monkeypatch.setitem(CONTENDERS, "quitting", everything(quitting, contenders.EVERYTHING))
         monkeypatch.setitem(CONTENDERS, "failing", everything(failing, contenders.EVERYTHING))
         monkeypatch.setitem(CONTENDERS, "one-way", everything(one_way, contenders.EVERYTHING))
         lying = everything(lambda problem: lambda inputs: inputs.query, contenders.EVERYTHING)
@@ -559,6 +578,7 @@ class TestCommand:
         ]
         for of_row in rows:
             assert of_row["absent"]["failing"] == "RuntimeError: out of luck"
+            assert of_row["absent"]["quitting"] == "SystemExit: no licence"
             assert of_row["wrong"] == ["lying"]
             assert ("one-way" in of_row["times"]) == (of_row["direction"] == "forward")
             assert of_row["matmul_tflops"] > 0
@@ -640,6 +660,61 @@ class TestCommand:
         reasons = {why for of in groups["gpt2"]["rows"] for why in of["absent"].values()}
         assert reasons == {results.BUDGET_SPENT}
         assert results.BUDGET_SPENT in capsys.readouterr().out
+
+    def test_an_interrupt_leaves_what_was_measured(self, tmp_path, capsys, monkeypatch):
+        problems_measured = itertools.count()
+
+        def measure_two(prepared):
+            if next(problems_measured) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return original(prepared)
+
+        original = measure.measure
+        monkeypatch.setattr(measure, "measure", measure_two)
+        out = tmp_path / "found.json"
+        results.write({"groups": {"gpt2": {"title": "kept", "rows": []}}}, out)
+        arguments = ["--preset", "laptop", "gpt2", "--lengths", "8", "16", "--out", str(out)]
+        with pytest.raises(SystemExit) as error:
+            command.main([*arguments, "--contenders", "dense"])
+        assert error.value.code == 130
+        groups = results.read(out)["groups"]
+        assert groups["gpt2"]["title"] == "kept"
+        rows = groups["laptop"]["rows"]
+        assert [(row["length"], row["is_causal"]) for row in rows] == [
+            (length, is_causal) for length in (8, 16) for is_causal in (False, True) for _ in "fb"
+        ]
+        assert all("dense" in row["times"] for row in rows[:4])
+        assert [row["absent"] for row in rows[4:]] == [{"dense": results.INTERRUPTED}] * 4
+        printed = capsys.readouterr()
+        assert f"interrupted: what was measured before is in {out}" in printed.err
+        assert "Absent from 2 forward and 2 backward: dense: the run was" in printed.out
+
+    def test_an_interrupt_of_the_compilation_ends_it(self, monkeypatch):
+        pools = []
+
+        def interrupted(problem, names, pool):
+            pools.append(pool)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(measure, "prepare", interrupted)
+        group = PRESETS["laptop"].group([8])
+        with pytest.raises(KeyboardInterrupt):
+            next(measure.measure_group(group, math.inf))
+        (pool,) = pools
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            pool.submit(print)
+
+    def test_an_interrupt_before_anything_is_measured(self, tmp_path, capsys, monkeypatch):
+        def interrupted():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(command, "bytes_per_second", interrupted)
+        out = tmp_path / "found.json"
+        with pytest.raises(SystemExit) as error:
+            command.main(["--lengths", "8", "--out", str(out)])
+        assert error.value.code == 130
+        assert "interrupted: what was measured before is nothing" in capsys.readouterr().err
+        assert not out.exists()
 
     def test_merges_files(self, tmp_path, capsys):
         files = [str(tmp_path / name) for name in ("a", "b", "both")]

@@ -34,16 +34,33 @@ import jax
 from jaxflash._validation import MAX_HEAD_DIM
 from jaxflash.bench import report
 from jaxflash.bench.contenders import CONTENDERS, OURS
-from jaxflash.bench.measure import REFERENCE, bytes_per_second, contenders_of, measure_group
+from jaxflash.bench.measure import (
+    REFERENCE,
+    absent_rows,
+    bytes_per_second,
+    contenders_of,
+    measure_group,
+)
 from jaxflash.bench.memory import measured_elsewhere, peak_or_reason
 from jaxflash.bench.presets import DEFAULT_PRESET, PRESETS, Group
 from jaxflash.bench.problems import DIRECTIONS, FEATURES, Problem, problem_of
 from jaxflash.bench.programs import lower_expected, trace
-from jaxflash.bench.results import Results, Row, facts, merged, read, reason, write
+from jaxflash.bench.results import (
+    FAILURES,
+    INTERRUPTED,
+    Results,
+    Row,
+    facts,
+    merged,
+    read,
+    reason,
+    write,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEFAULT_SHAPE = {"batch": 1, "heads": 8, "head_dim": 64}
 DEFAULT_OUT = Path("jaxflash-bench.json")
+INTERRUPTED_STATUS = 130  # as of a process that SIGINT ended
 
 
 def an_int(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -243,9 +260,16 @@ def add_peaks(rows: Iterable[Row], peaks: dict[tuple[Problem, str], Any]) -> Non
 
 
 def run(
-    groups: dict[str, Group], settings: argparse.Namespace, save: Callable[[Results], None]
-) -> Results:
-    """Measures groups, and saves what there is after each problem."""
+    groups: dict[str, Group],
+    settings: argparse.Namespace,
+    results: Results,
+    save: Callable[[], None],
+) -> None:
+    """Measures groups into `results`, and saves what there is after each problem.
+
+    Raises:
+      KeyboardInterrupt: as it came. The rest of the group is reported as interrupted, and saved.
+    """
     deadline = time.time() + settings.budget
     progress = Progress(sum(len(group.problems) for group in groups.values()))
     peaks: dict[tuple[Problem, str], Any] = {}
@@ -259,17 +283,42 @@ def run(
             if time.time() < deadline
         }
     known = {**facts(settings.commit), "bytes_per_second": bytes_per_second()}
-    results: Results = {"groups": {}}
     for name, group in groups.items():
         progress.describe(name)
         rows: list[Row] = []
         results["groups"][name] = {"title": group.title, **known, "rows": rows}
-        for of_problem in measure_group(group, deadline):
-            add_peaks(of_problem, peaks)
-            rows += of_problem
-            save(results)
-            progress.advance()
+        try:
+            for of_problem in measure_group(group, deadline):
+                add_peaks(of_problem, peaks)
+                rows += of_problem
+                save()
+                progress.advance()
+        except KeyboardInterrupt:
+            progress.close()
+            for problem in group.problems[len(rows) // len(DIRECTIONS) :]:
+                rows += absent_rows(problem, contenders_of(group), INTERRUPTED)
+            save()
+            raise
     progress.close()
+
+
+def measured(settings: argparse.Namespace) -> Results:
+    """Measures what was asked for, writes it and prints it; an interrupt ends the process."""
+    groups, known = chosen(settings, jax.default_backend()), settings.known["groups"]
+    results: Results = {"groups": {}}
+
+    def save() -> None:
+        write({"groups": {**known, **results["groups"]}}, settings.out)
+
+    try:
+        run(groups, settings, results, save)
+    except KeyboardInterrupt:
+        print(report.summary(results))
+        where = f"is in {settings.out}" if results["groups"] else "is nothing"
+        print(f"interrupted: what was measured before {where}", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
+    for group in results["groups"].values():
+        print(report.details(group["rows"]), end="\n\n")
     return results
 
 
@@ -282,7 +331,7 @@ def dry_run(groups: dict[str, Group]) -> None:
                 try:
                     trace(contender, problem, direction, "gpu").map(_lower_for_cuda)
                     lowered += 1
-                except Exception as error:
+                except FAILURES as error:
                     missing = direction, contender, reason(error)
                     absent[missing] = absent.get(missing, 0) + 1
             try:
@@ -328,12 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if settings.dry_run:
             dry_run(chosen(settings, "gpu"))
             return
-        groups = chosen(settings, jax.default_backend())
-        known = settings.known["groups"].items()
-        others: Results = {"groups": {name: group for name, group in known if name not in groups}}
-        results = run(groups, settings, lambda found: write(merged([others, found]), settings.out))
-        for group in results["groups"].values():
-            print(report.details(group["rows"]), end="\n\n")
+        results = measured(settings)
     print(report.summary(results))
     paths = [settings.out, *([] if settings.no_plots else draw(results, settings.out))]
     print("\n" + "\n".join(map(str, paths)))

@@ -27,7 +27,7 @@ from jaxflash.bench.problems import (
     normals,
 )
 from jaxflash.bench.programs import Prepared, Programs, prepare
-from jaxflash.bench.results import BUDGET_SPENT, Row, rated, reason
+from jaxflash.bench.results import BUDGET_SPENT, FAILURES, Row, rated, reason
 from jaxflash.bench.timing import Call, Times, take_turns
 
 CHUNK = 8  # problems compiled together
@@ -143,7 +143,7 @@ def _measure_direction(
             del found
             memory[name] = planned_memory(of_one)
             calls[name] = call
-        except Exception as error:
+        except FAILURES as error:
             absent[name] = reason(error)
     times, matmul_tflops, failed = _timed(problem, calls)
     return rated(
@@ -241,13 +241,21 @@ def measure_group(group: Group, deadline: float) -> Iterator[list[Row]]:
     names = contenders_of(group)
     for start in range(0, len(group.problems), CHUNK):
         chunk = group.problems[start : start + CHUNK]
-        waits: list[Callable[[], Prepared]] = []
-        if time.time() < deadline:
-            # Nothing is compiled any more when the first is measured.
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                waits = [prepare(problem, names, pool) for problem in chunk]
+        waits = _prepare_all(chunk, names) if time.time() < deadline else []
         for problem, wait in zip_longest(chunk, waits):
             yield _measure_or_say_why(problem, names, wait, deadline)
+
+
+def _prepare_all(problems: Iterable[Problem], names: Sequence[str]) -> list[Callable[[], Prepared]]:
+    """Prepares problems; nothing is compiled any more when the first is measured."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        waits = [prepare(problem, names, pool) for problem in problems]
+        pool.shutdown()
+    finally:
+        # After an interrupt nobody wants what has not begun to compile.
+        pool.shutdown(wait=False, cancel_futures=True)
+    return waits
 
 
 def _measure_or_say_why(

@@ -13,7 +13,7 @@ import jax
 
 from jaxflash.bench.problems import Problem, make_operands
 from jaxflash.bench.programs import trace
-from jaxflash.bench.results import reason
+from jaxflash.bench.results import FAILURES, reason
 
 Peak = dict[str, int | str]
 """The `measured_bytes`, or why they are `not_measured`."""
@@ -56,7 +56,7 @@ def peak_or_reason(contender: str, problem: Problem) -> Peak:
     """Returns what `measure_peak` does, or why it doesn't."""
     try:
         return measure_peak(contender, problem)
-    except Exception as error:
+    except FAILURES as error:
         return {"not_measured": reason(error)}
 
 

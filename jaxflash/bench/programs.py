@@ -22,7 +22,7 @@ from jaxflash.bench.problems import (
     forward_and_backward,
     linearize,
 )
-from jaxflash.bench.results import reason
+from jaxflash.bench.results import FAILURES, reason
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def prepare(
             traced = trace(name, problem, direction, jax.default_backend())
             lowered = traced.map(lambda program: program.lower())
             compiling[direction, name] = lowered.map(lambda program: pool.submit(program.compile))
-        except Exception as error:
+        except FAILURES as error:
             absent[direction][name] = reason(error)
     compiling_expected = pool.submit(compile_expected, problem)
 
@@ -126,7 +126,7 @@ def prepare(
         for (direction, name), futures in compiling.items():
             try:
                 programs[direction][name] = futures.map(lambda future: future.result())
-            except Exception as error:
+            except FAILURES as error:
                 absent[direction][name] = reason(error)
         return Prepared(problem, programs, compiling_expected, absent)
 

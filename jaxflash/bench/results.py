@@ -28,6 +28,10 @@ ALLOWED_ERROR = {"float32": 5e-6, "float16": 5e-3, "bfloat16": 2e-2}
 """Relative, in the Frobenius norm, of output and gradients."""
 
 BUDGET_SPENT = "the budget of time was spent"
+INTERRUPTED = "the run was interrupted"
+
+FAILURES = (Exception, SystemExit)
+"""What a contender fails by: also by ending the process, but not by the user's Ctrl-C."""
 
 Row = dict[str, Any]
 Results = dict[str, Any]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from jaxflash.bench.results import reason
+from jaxflash.bench.results import FAILURES, reason
 
 MEASUREMENT_SECONDS = 0.03
 MOST_TURNS, FEWEST_TURNS = 7, 3
@@ -73,7 +73,7 @@ def _of_each(
             continue
         try:
             found[name] = function(name)
-        except Exception as error:
+        except FAILURES as error:
             failed[name] = reason(error)
     return found
 
