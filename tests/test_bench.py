@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import signal
 import sys
 import types
@@ -18,6 +19,7 @@ import pytest
 
 import readme
 import torch_flash
+from jaxflash import _native, _platforms
 from jaxflash.bench import __main__ as command
 from jaxflash.bench import (
     contenders,
@@ -448,14 +450,6 @@ class TestFacts:
         found = results.facts("abc")
         assert (found["device"], found["driver"]) == (jax.devices()[0].device_kind, None)
 
-    @pytest.mark.parametrize(("reason", "implementation"), [(None, "native"), ("old", "xla")])
-    def test_of_the_implementation(self, reason, implementation, monkeypatch):
-        monkeypatch.setattr(results._modules, "unavailable_reason", lambda platform: reason)
-        found = results.facts("abc")
-        assert found["implementation"] == implementation
-        said = report.conditions({"title": "t", **found})
-        assert ("jaxflash in pure JAX" in said) == (implementation == "xla")
-
     def test_of_an_installed_package_there_is_no_commit(self, monkeypatch, tmp_path):
         monkeypatch.setattr(results, "__file__", str(tmp_path / "a" / "b" / "results.py"))
         assert results.commit() is None
@@ -636,6 +630,39 @@ class TestCommand:
         command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
         for of_row in only_group(out)["rows"]:
             assert set(of_row["absent"].values()) == {"operands: RuntimeError: no room"}
+
+    @pytest.mark.usefixtures("native")
+    def test_pure_jax_under_jaxflashs_name_is_warned_of(self, tmp_path, capsys, monkeypatch):
+        def limitation(self, config, operands, wanted):
+            return "no kernel for it" if wanted else None
+
+        monkeypatch.setattr(_platforms.Cpu, "limitation", limitation)
+        monkeypatch.setattr(_native, "_warn_once", lambda message: None)
+        titles = []
+        monkeypatch.setattr(plots, "_finish", lambda *arguments: titles.append(arguments[2]))
+        out = tmp_path / "found.json"
+        arguments = ["--heads", "1", "--lengths", "8", "--contenders", "jaxflash", "dense"]
+        command.main([*arguments, "--out", str(out)])
+        why = 'NotImplementedError: implementation="native": not on platform cpu: no kernel for it'
+        for of_row in only_group(out)["rows"]:
+            in_pure_jax = of_row["direction"] == "backward"
+            assert of_row["times"]["jaxflash"].get("pure_jax") == (why if in_pure_jax else None)
+            assert "pure_jax" not in of_row["times"]["dense"]
+        printed = capsys.readouterr().out
+        assert f"Warning: pure JAX, not the kernels, in 2 backward: jaxflash: {why}" in printed
+        assert "* pure JAX, not the kernels:" in printed
+        assert printed.count("| jaxflash in pure JAX |") == 2
+        summary = printed.partition("* pure JAX")[2]
+        for direction, star in (("forward", ""), ("backward", r"\*")):
+            assert re.search(rf"\| {direction} +\| full +\| +[0-9.e+]+{star} \(", summary)
+        assert "(jaxflash in pure JAX, not its kernels)" in titles[0]
+
+    @pytest.mark.usefixtures("native")
+    def test_kernels_are_not_warned_of(self, tmp_path, capsys):
+        out = tmp_path / "found.json"
+        command.main(["--heads", "1", "--lengths", "8", "--no-plots", "--out", str(out)])
+        assert "pure JAX" not in capsys.readouterr().out
+        assert not any(map(results.why_pure_jax, only_group(out)["rows"]))
 
     def test_one_length_is_drawn_in_bars(self, tmp_path):
         out = tmp_path / "found.json"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxflash.bench.contenders import default_contenders
+from jaxflash.bench.contenders import OURS, default_contenders
 from jaxflash.bench.costs import matmul_flops
 from jaxflash.bench.presets import Group
 from jaxflash.bench.problems import (
@@ -146,6 +146,8 @@ def _measure_direction(
         except FAILURES as error:
             absent[name] = reason(error)
     times, matmul_tflops, failed = _timed(problem, calls)
+    if OURS in times and direction in prepared.pure_jax:
+        times[OURS]["pure_jax"] = prepared.pure_jax[direction]
     return rated(
         {
             "direction": direction,

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxflash.bench.problems import DIRECTIONS, Direction, problem_of
 from jaxflash.bench.report import contenders, distinguishing, label, of_direction, unit
-from jaxflash.bench.results import Row
+from jaxflash.bench.results import Row, why_pure_jax
 
 COLORS = [
     *(f"tab:{color}" for color in ("blue", "orange", "green", "red", "purple", "brown", "pink")),
@@ -171,8 +171,14 @@ def _right(row: Row) -> dict[str, float]:
     return {name: rate for name, rate in row["tflops"].items() if name not in row["wrong"]}
 
 
-def _left_out(rows: Iterable[Row]) -> str:
-    return " (who was wrong is left out)" if any(row["wrong"] for row in rows) else ""
+def _remarks(rows: Sequence[Row]) -> str:
+    """What must not be missed, in brackets."""
+    remarks: list[str] = []
+    if any(row["wrong"] for row in rows):
+        remarks.append("who was wrong is left out")
+    if any(map(why_pure_jax, rows)):
+        remarks.append("jaxflash in pure JAX, not its kernels")
+    return f" ({'; '.join(remarks)})" if remarks else ""
 
 
 def draw_speed(group: dict[str, Any], path: Path) -> None:
@@ -186,7 +192,7 @@ def draw_speed(group: dict[str, Any], path: Path) -> None:
     def of_matmul(row: Row) -> float | None:
         return row["matmul_tflops"] and row["matmul_tflops"] * factor
 
-    title = f"Speed of attention{_left_out(group['rows'])}"
+    title = f"Speed of attention{_remarks(group['rows'])}"
     directions: dict[Direction, str] = {"forward": "forward", "backward": "backward"}
     _draw(group, path, Quantity(title, name, rate, directions, of_matmul))
 
@@ -232,7 +238,7 @@ def draw_roofline(group: dict[str, Any], path: Path) -> None:
     ax.tick_params(axis="x", which="minor", labelbottom=False)
     ax.set_xlabel("FLOP to a byte that has to move")
     ax.set_ylabel(name)
-    _finish(figure, axes, f"Roofline of {_where(group)}{_left_out(rows)}", path)
+    _finish(figure, axes, f"Roofline of {_where(group)}{_remarks(rows)}", path)
 
 
 PICTURES = {"speed": draw_speed, "memory": draw_memory, "roofline": draw_roofline}

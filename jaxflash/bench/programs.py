@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from jaxflash.bench.contenders import CONTENDERS
+from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.problems import (
     DIRECTIONS,
+    Attention,
     Direction,
     Problem,
     Specs,
@@ -20,6 +21,7 @@ from jaxflash.bench.problems import (
     expected,
     forward,
     forward_and_backward,
+    jaxflash_attention,
     linearize,
 )
 from jaxflash.bench.results import FAILURES, reason
@@ -52,7 +54,10 @@ def trace(contender: str, problem: Problem, direction: Direction, platform: str)
     Raises:
       Exception: whatever a contender raises that can't do the problem.
     """
-    attention = CONTENDERS[contender].attention(problem, platform)
+    return _trace(CONTENDERS[contender].attention(problem, platform), problem, direction)
+
+
+def _trace(attention: Attention, problem: Problem, direction: Direction) -> Programs:
     specs = problem.differentiable(), problem.constants()
     with jax.default_matmul_precision("highest" if problem.dtype == "float32" else None):
         if direction == "forward":
@@ -64,6 +69,20 @@ def trace(contender: str, problem: Problem, direction: Direction, platform: str)
             linearized,
             jax.jit(forward_and_backward(attention, problem)).trace(*specs, problem.query),
         )
+
+
+def why_pure_jax(problem: Problem, direction: Direction) -> str | None:
+    """Returns why jaxflash computes a problem without its kernels here; None where it uses them."""
+    try:
+        _trace(jaxflash_attention(problem, "native"), problem, direction).map(lower)
+    except NotImplementedError as error:
+        return reason(error)
+    return None
+
+
+def lower(program: Any) -> Any:
+    """Lowers a traced program for the default device."""
+    return program.lower()
 
 
 def lower_expected(problem: Problem) -> Any:
@@ -94,12 +113,14 @@ class Prepared:
       programs: by direction and contender.
       expected: what they are compared with, or what prevents it.
       absent: why others have none, by direction and contender.
+      pure_jax: why jaxflash's do without its kernels, by direction, where they do.
     """
 
     problem: Problem
     programs: dict[Direction, dict[str, Programs]]
     expected: Future[Any]
     absent: dict[Direction, dict[str, str]]
+    pure_jax: dict[Direction, str]
 
 
 def prepare(
@@ -112,11 +133,14 @@ def prepare(
     """
     compiling: dict[tuple[Direction, str], Programs] = {}
     absent: dict[Direction, dict[str, str]] = {direction: {} for direction in DIRECTIONS}
+    pure_jax: dict[Direction, str] = {}
     for direction, name in itertools.product(DIRECTIONS, names):
         try:
             traced = trace(name, problem, direction, jax.default_backend())
-            lowered = traced.map(lambda program: program.lower())
+            lowered = traced.map(lower)
             compiling[direction, name] = lowered.map(lambda program: pool.submit(program.compile))
+            if name == OURS and (why := why_pure_jax(problem, direction)):
+                pure_jax[direction] = why
         except FAILURES as error:
             absent[direction][name] = reason(error)
     compiling_expected = pool.submit(compile_expected, problem)
@@ -128,6 +152,6 @@ def prepare(
                 programs[direction][name] = futures.map(lambda future: future.result())
             except FAILURES as error:
                 absent[direction][name] = reason(error)
-        return Prepared(problem, programs, compiling_expected, absent)
+        return Prepared(problem, programs, compiling_expected, absent, pure_jax)
 
     return wait

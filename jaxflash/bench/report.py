@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxflash.bench.contenders import OURS
 from jaxflash.bench.problems import DIRECTIONS, Direction
-from jaxflash.bench.results import Results, Row, best_rival
+from jaxflash.bench.results import Results, Row, best_rival, why_pure_jax
 
 WORDS: dict[str, Callable[[Any], str]] = {
     "dtype": str,
@@ -92,8 +92,6 @@ def conditions(group: dict[str, Any]) -> str:
         for name in ("driver", "cuda", "cudnn", "jax")
         if group.get(name) and not (group["platform"] == "cpu" and name != "jax")
     ]
-    if group.get("implementation", "native") != "native":
-        versions.append(f"jaxflash in pure JAX (implementation {group['implementation']!r})")
     parts = [device, *versions, group["date"]]
     if group.get("commit"):
         parts.append(f"commit {group['commit']}")
@@ -123,7 +121,8 @@ def _of_groups(results: Results, parts: Callable[[Sequence[Row]], list[str]]) ->
 def speed(rows: Sequence[Row]) -> str:
     """Returns the table of speed, and what is to be said about it."""
     ratios = [mean_ratio(rows, rival) for rival in contenders(rows) if rival != OURS]
-    return "\n\n".join(filter(None, [speed_table(rows), *ratios, largest_errors(rows)]))
+    parts = [*in_pure_jax(rows), speed_table(rows), *ratios, largest_errors(rows)]
+    return "\n\n".join(filter(None, parts))
 
 
 def over_length(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
@@ -164,7 +163,8 @@ def speed_table(rows: Sequence[Row]) -> str:
             parts.append(f"{row['ratio'][best]:.2f}x")
         if rate and most:
             parts.append(f"{rate / most:.0%}")
-        text = marked(row, OURS, rate and f"{rate * factor:.3g}")
+        star = "*" if why_pure_jax(row) else ""
+        text = marked(row, OURS, rate and f"{rate * factor:.3g}{star}")
         return f"{text} ({', '.join(parts)})" if parts else text
 
     brackets = []
@@ -173,7 +173,10 @@ def speed_table(rows: Sequence[Row]) -> str:
     if any(row["matmul_tflops"] for row in rows):
         brackets.append("share of a large matrix product's rate in the same run")
     said = f"{name} of jaxflash" + (f" ({'; '.join(brackets)})" if brackets else "")
-    return f"{said}; - absent, ! wrong result:\n\n{over_length(rows, cell)}"
+    marks = "- absent, ! wrong result"
+    if any(map(why_pure_jax, rows)):
+        marks += ", * pure JAX, not the kernels"
+    return f"{said}; {marks}:\n\n{over_length(rows, cell)}"
 
 
 def memory_table(rows: Sequence[Row]) -> str:
@@ -243,6 +246,12 @@ def absences(rows: Sequence[Row]) -> list[str]:
     return [f"Absent from {line}" for line in _by_reason(reasons)]
 
 
+def in_pure_jax(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each reason why what was timed as jaxflash is not its kernels."""
+    reasons = [(row["direction"], OURS, why) for row in rows if (why := why_pure_jax(row))]
+    return [f"Warning: pure JAX, not the kernels, in {line}" for line in _by_reason(reasons)]
+
+
 def not_measured(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each reason why the memory of some was not measured."""
     reasons = [
@@ -289,7 +298,7 @@ def details(rows: Sequence[Row]) -> str:
             row["direction"],
             label(row, names),
             str(row["length"]),
-            name,
+            f"{name} in pure JAX" if name == OURS and why_pure_jax(row) else name,
             f"{times['median_s'] * 1e3:.3g}",
             f"{(high - low) / 2 * 1e3:.1g}",
             f"{rate * factor:.3g}",

@@ -2,7 +2,8 @@
 
 A file holds groups by name. A group has a title, facts of the machine, and rows: a problem in one
 direction, with what is known of each contender (`times`, `errors`, `memory`, or why it is
-`absent`) and what follows from that (`tflops`, `ratio`, `wrong`).
+`absent`) and what follows from that (`tflops`, `ratio`, `wrong`). Where jaxflash computed without
+its kernels, its times say why, as `pure_jax`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ def best_rival(row: Row) -> str | None:
     return min(right, key=right.__getitem__, default=None)
 
 
+def why_pure_jax(row: Row) -> str | None:
+    """Returns why what was timed as jaxflash is not its kernels; None where it is."""
+    return row["times"].get(OURS, {}).get("pure_jax")
+
+
 def commit() -> str | None:
     """Returns the commit of the source tree, marked where it has changes; None elsewhere."""
     root = Path(__file__).parents[2]
@@ -103,15 +109,8 @@ def facts(commit_name: str | None = None) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "jax": jax.__version__,
         "jaxflash": __version__,
-        "implementation": _implementation(backend),
         **{name: version(name) for name in sorted(map(str, rivals)) if version(name)},
     }
-
-
-def _implementation(backend: str) -> str:
-    """Which of jaxflash's implementations runs where none is asked for."""
-    why_not = _modules.unavailable_reason("cuda" if backend == "gpu" else backend)
-    return "native" if why_not is None else "xla"
 
 
 def _gpu() -> dict[str, Any]:
