@@ -58,8 +58,7 @@ def as_integers(name: str, value: Any) -> Any:
 
 def check_attention_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     """Checks dtypes and shapes of query, key and value against each other."""
-    if query.dtype not in QUERY_DTYPES:
-        raise TypeError(f"query: expected one of {', '.join(QUERY_DTYPES)}, got {query.dtype}")
+    check_dtype("query", query.dtype)
     for name, array in (("key", key), ("value", value)):
         if array.dtype != query.dtype:
             raise TypeError(f"{name}: expected the query's dtype {query.dtype}, got {array.dtype}")
@@ -103,6 +102,16 @@ def check_attention_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -
             f"query: expected a number of heads (axis -2) that is a multiple of the {key_heads} "
             f"key/value heads, got {heads}, shape {query.shape}; {_LAYOUT_HINT}"
         )
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Checks that a dtype is one of queries."""
+    try:
+        known = jnp.dtype(dtype) in QUERY_DTYPES
+    except TypeError:
+        known = False
+    if not known:
+        raise TypeError(f"{name}: expected one of {', '.join(QUERY_DTYPES)}, got {dtype}")
 
 
 def check_pairwise(name: str, array: jax.Array, shape: Sequence[int]) -> None:
@@ -249,11 +258,17 @@ def _window_side(window: Any, side: Any) -> int:
     return size if size < _BEYOND_EVERY_KEY else -1
 
 
+def check_rate(name: str, rate: Any) -> float:
+    """A rate of dropout as a float."""
+    rate_value = _static_number(name, rate)
+    if not 0 <= rate_value < 1:
+        raise ValueError(f"{name}: expected a number in [0, 1), got {rate}")
+    return rate_value
+
+
 def check_dropout(rate: Any, key: Any) -> float:
     """The dropout rate as a float; checks the key where there is one."""
-    rate_value = _static_number("dropout_rate", rate)
-    if not 0 <= rate_value < 1:
-        raise ValueError(f"dropout_rate: expected a number in [0, 1), got {rate}")
+    rate_value = check_rate("dropout_rate", rate)
     if key is None:
         if rate_value:
             raise ValueError(

@@ -103,9 +103,9 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           key: JAX PRNG key of the weights.
 
         Raises:
-          TypeError: a number of heads or a size is no int.
-          ValueError: a number of heads or a size is less than 1, or `num_heads` is not a multiple
-            of `num_key_value_heads`.
+          TypeError: an argument has the wrong kind, or `dtype` is none that attention computes in.
+          ValueError: an argument has the wrong value: a size below 1, a head of more than 256
+            channels, `num_heads` that is not a multiple of `num_key_value_heads`.
         """
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         sizes = {
@@ -126,6 +126,15 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 f"num_key_value_heads: expected a divisor of num_heads = {num_heads}, "
                 f"got {kv_heads}"
             )
+        for name, size in (("qk_size", qk_size), ("vo_size", vo_size)):
+            _check_head_size(name, size, query_size, num_heads)
+        validation.check_rate("dropout_p", dropout_p)
+        validation.check_flag("inference", inference)
+        if dtype is not None:
+            validation.check_dtype("dtype", dtype)
+        validation.check_flag("is_causal", is_causal)
+        validation.check_window(local_window_size)
+        validation.check_implementation(implementation)
         super().__init__(
             num_heads,
             query_size,
@@ -266,6 +275,16 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         keys = None if key is None else jax.random.split(key, query.shape[0])
         mask_axis = 0 if mask is not None and mask.ndim == 4 else None
         return jax.vmap(attend, (0, 0, 0, mask_axis, 0))(query, key_, value, mask, keys)
+
+
+def _check_head_size(name: str, size: int | None, query_size: int, num_heads: int) -> None:
+    """Checks the channels of a head, given or by default."""
+    default = "" if size is not None else f", the default: query_size {query_size} // {num_heads}"
+    size = query_size // num_heads if size is None else size
+    if not 1 <= size <= validation.MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name}: expected from 1 to {validation.MAX_HEAD_DIM}, got {size}{default}"
+        )
 
 
 def _project(linear: eqx.nn.Linear, x: jax.Array, heads: int, size: int) -> jax.Array:

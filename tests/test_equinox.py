@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import re
 
 import equinox as eqx
 import jax
@@ -384,6 +385,44 @@ def test_key_value_heads_that_do_not_divide(kv_heads):
 def test_wrong_sizes(name, size, error, got):
     with pytest.raises(error, match=f"^{name}: expected {got}$"):
         MultiheadAttention(**{**SIZES, name: size}, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (dict(qk_size=257), ValueError, "qk_size: expected from 1 to 256, got 257"),
+        (dict(vo_size=300), ValueError, "vo_size: expected from 1 to 256, got 300"),
+        (
+            dict(query_size=2000, qk_size=None),
+            ValueError,
+            "qk_size: expected from 1 to 256, got 500, the default: query_size 2000 // 4",
+        ),
+        (
+            dict(query_size=3, qk_size=None),
+            ValueError,
+            "qk_size: expected from 1 to 256, got 0, the default: query_size 3 // 4",
+        ),
+        (dict(dropout_p=1.0), ValueError, "dropout_p: expected a number in [0, 1), got 1.0"),
+        (dict(dropout_p=-0.1), ValueError, "dropout_p: expected a number in [0, 1), got -0.1"),
+        (dict(dropout_p="0.1"), TypeError, "dropout_p: expected a static real number, got str"),
+        (dict(inference=None), TypeError, "inference: expected True or False, got None"),
+        (dict(dtype=np.int32), TypeError, "dtype: expected one of bfloat16, float16, float32, "),
+        (dict(dtype="nonsense"), TypeError, "dtype: expected one of bfloat16, float16, float32, "),
+        (dict(is_causal="yes"), TypeError, "is_causal: expected True or False, got str 'yes'"),
+        (dict(local_window_size=-1), ValueError, "local_window_size: expected ints >= 0"),
+        (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or "),
+        (dict(local_window_size=1.5), TypeError, "local_window_size: expected static ints >= 0"),
+        (dict(implementation="cudnn"), ValueError, 'implementation: expected None, "native" or'),
+    ],
+)
+def test_wrong_constructor_arguments(options, error, said):
+    with pytest.raises(error, match=f"^{re.escape(said)}"):
+        MultiheadAttention(**{**SIZES, **options}, key=KEY)
+
+
+def test_dtypes_of_attention_are_constructed(make):
+    for dtype in (jnp.bfloat16, "float16", np.float32):
+        assert make(**SIZES, dtype=dtype, key=KEY).query_proj.weight.dtype == dtype
 
 
 @pytest.mark.parametrize(
