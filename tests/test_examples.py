@@ -1,7 +1,11 @@
-"""The short examples compute what they say."""
+"""The short examples compute what they say, and the training ones a loss of every row."""
 
+import importlib
 import runpy
 from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -9,6 +13,23 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def results_of(name):
     """What an example checks of itself."""
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+
+
+def test_rows_without_a_target_have_no_loss(monkeypatch):
+    """Bytes that begin a document are no targets, and rows of one byte may hold no other."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    training = importlib.import_module("common.training")
+    model = importlib.import_module("common.model").LanguageModel(
+        init=lambda key: {},
+        apply=lambda params, tokens, *_: jnp.zeros((*tokens.shape, 256)),
+        dtype="float32",
+        dealt_axes={},
+    )
+    start, letter = np.uint8([[7, 0]]), np.uint8([[7, 7]])
+    assert training.mean_loss(model, {}, start) == 0
+    for batches in ([letter, letter], [start, letter]):
+        loss = training.evaluate(model, {}, np.stack(batches))
+        np.testing.assert_allclose(loss, np.log(256), rtol=1e-6)
 
 
 def test_alibi_learns_the_slopes():

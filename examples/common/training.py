@@ -67,8 +67,10 @@ def initialize(model: LanguageModel, settings: Settings, key: jax.Array) -> Trai
     return TrainState(params, make_optimizer(settings).init(params))
 
 
-def mean_loss(model: LanguageModel, params: Params, rows: jax.Array) -> jax.Array:
-    """Mean cross entropy, in nats a byte.
+def total_loss(
+    model: LanguageModel, params: Params, rows: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cross entropies' sum, in nats, and their number.
 
     Args:
         model: the model.
@@ -78,7 +80,18 @@ def mean_loss(model: LanguageModel, params: Params, rows: jax.Array) -> jax.Arra
     inputs, targets = rows[:, :-1], rows[:, 1:].astype(jnp.int32)
     losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(params, inputs), targets)
     # The end of one document doesn't predict the start of the next.
-    return jnp.mean(losses, where=targets != START)
+    counted = targets != START
+    return jnp.sum(losses, where=counted), jnp.sum(counted)
+
+
+def mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    """The mean, in nats a byte; 0 of no losses, as where all targets are starts of documents."""
+    return total / jnp.maximum(count, 1)
+
+
+def mean_loss(model: LanguageModel, params: Params, rows: jax.Array) -> jax.Array:
+    """The mean of the cross entropies whose `total_loss` is the sum."""
+    return mean(*total_loss(model, params, rows))
 
 
 def train_step(
@@ -95,7 +108,8 @@ def train_step(
 @partial(jax.jit, static_argnames="model")
 def evaluate(model: LanguageModel, params: Params, batches: jax.Array) -> jax.Array:
     """Mean loss of uint8 `[batches, B, T + 1]`, one batch at a time."""
-    return jax.lax.map(partial(mean_loss, model, params), batches).mean()
+    totals, counts = jax.lax.map(partial(total_loss, model, params), batches)
+    return mean(totals.sum(), counts.sum())
 
 
 class Progress:
