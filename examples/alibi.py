@@ -8,6 +8,8 @@ broadcast in memory, and whose gradient has that shape too. Slopes are learned f
 layer with known ones.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -50,4 +52,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # No options but --help.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

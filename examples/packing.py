@@ -7,6 +7,8 @@ what lies past its length is skipped and gives zeros. Packing puts documents one
 told apart by segment ids. Compared with `jax.nn`'s attention of each document by itself.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -86,4 +88,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # No options but --help.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -7,6 +7,8 @@ each head. Gradients reach the pair representation through the bias, which has t
 was given. Compared with the formula, whose probabilities `[N, L, L]` are in memory.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -83,4 +85,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # No options but --help.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

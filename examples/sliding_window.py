@@ -7,6 +7,8 @@ one more logit a head, in the softmax's denominator only: where the window holds
 head can attend to nothing. The task is to say a token again 12 tokens later.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -111,4 +113,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # No options but --help.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -8,6 +8,8 @@ gives each head what a call with many heads shares, here its own softmax tempera
 with `jax.nn`'s attention of many heads.
 """
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 
@@ -57,4 +59,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # No options but --help.
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -1,11 +1,14 @@
 """The short examples compute what they say, and the training ones a loss of every row."""
 
+import ast
 import importlib
 import runpy
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -13,6 +16,21 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def results_of(name):
     """What an example checks of itself."""
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--no-such-option", 2)])
+def test_command_lines_are_read(path, option, status, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [str(path), option, "a-folder"])
+    with pytest.raises(SystemExit) as error:
+        runpy.run_path(str(path), run_name="__main__")
+    assert error.value.code == status
+    printed = capsys.readouterr()
+    if status == 0:
+        assert ast.get_docstring(ast.parse(path.read_text())).splitlines()[0] in printed.out
+    else:
+        assert "unrecognized arguments: --no-such-option" in printed.err
 
 
 def test_rows_without_a_target_have_no_loss(monkeypatch):
