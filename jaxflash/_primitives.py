@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
 from jaxflash import _compat, _native, _xla
@@ -51,13 +51,12 @@ Dims = Sequence[int | None]
 def _primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    compiled = jax.jit(primitive.bind, static_argnames=("config", "tangents", "wanted"))
 
     @primitive.def_impl
     def _(*operands: Any, **params: Any) -> Any:
-        # Under `jax.disable_jit` too a primitive is compiled, as JAX's own are.
-        with jax.disable_jit(False):
-            return compiled(*operands, **params)
+        # A log-sum-exp of minus infinity is no mistake: it is that of a row that sees nothing.
+        with jax.debug_infs(False):
+            return xla.apply_primitive(primitive, *operands, **params)
 
     return primitive
 

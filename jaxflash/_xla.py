@@ -25,20 +25,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _at_config_precision(
+def _with_settings(
     function: Callable[Concatenate[Config, P], R],
 ) -> Callable[Concatenate[Config, P], R]:
-    """Traces `function(config, ...)` under the matmul precision that the call was made with."""
+    """Traces `function(config, ...)` under the settings of JAX that it is written for.
+
+    The matmul precision is that which the call was made with. Ranks are promoted as in NumPy, also
+    where users forbid it to their own code.
+    """
 
     @functools.wraps(function)
     def wrapped(config: Config, *args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.default_matmul_precision(config.precision):
+        precision = jax.default_matmul_precision(config.precision)
+        with precision, jax.numpy_rank_promotion("allow"):
             return function(config, *args, **kwargs)
 
     return wrapped
 
 
-@_at_config_precision
+@_with_settings
 def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of every row.
 
@@ -81,7 +86,7 @@ def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, j
     return output, logit_max, log_sum
 
 
-@_at_config_precision
+@_with_settings
 def tangent(
     config: Config,
     operands: Operands,
@@ -145,7 +150,7 @@ def tangent(
     return d_output, d_lse
 
 
-@_at_config_precision
+@_with_settings
 def backward(
     config: Config,
     operands: Operands,

@@ -658,13 +658,55 @@ def test_debug_nans(implementation):
     assert np.isneginf(got["lse"]).any()
 
 
-def test_debug_infs(implementation):
-    """No infinity leaves any operation where every row sees a key."""
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["eager", "jit", "grad"])
+def test_debug_nans_finds_the_operation(implementation, wrap):
+    huge = np.full((4, 2, 4), 1e30, np.float32)
+
+    def attend(query):
+        return flash_attention(query, huge, huge, implementation=implementation).sum()
+
+    found = pytest.raises(FloatingPointError, match="in flash_attention_forward")
+    with jax.debug_nans(True), found:
+        wrap(attend)(huge)
+
+
+@pytest.mark.parametrize("mask", [None, np.zeros((1, 1, 6), bool)], ids=["seen", "unseen"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_debug_infs(implementation, mask, wrap):
+    """No infinity leaves any operation, though a row that sees no key has one as its statistic."""
     arrays = make_call(TINY).arrays
+
+    def attend(arrays):
+        return flash_attention(**arrays, mask=mask, implementation=implementation).sum()
+
     with jax.debug_infs(True):
-        jax.grad(
-            lambda a: flash_attention(**a, is_causal=True, implementation=implementation).sum()
-        )(arrays)
+        wrap(jax.grad(attend))(arrays)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.enable_checks(True),
+    ],
+    ids=["rank promotion", "dtype promotion", "checks"],
+)
+def test_strict_settings_change_nothing(implementation, setting):
+    arrays = {n: x[0] for n, x in all_arrays().items()}
+
+    def run():
+        def attend(floats):
+            return flash_attention(**{**arrays, **floats}, **OPTIONS, implementation=implementation)
+
+        floats = {n: arrays[n] for n in (*QKV, "bias", "scale", "sinks")}
+        output, pull = jax.vjp(attend, floats)
+        return output, pull(output), jax.jvp(attend, (floats,), (floats,))
+
+    expected = run()
+    with setting():
+        got = run()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
 def test_remat_of_scan_of_layers(implementation):
