@@ -99,7 +99,7 @@ WITHOUT_MODULE = """
 """
 
 
-def test_without_the_module():
+def test_b134_without_the_module():
     """None: `xla` and one warning that names the reason; "native": an error that names it."""
     warning, error = run_python(WITHOUT_MODULE).splitlines()
     assert "xla" in warning
@@ -124,12 +124,26 @@ NEWER_HEADERS = """
 """
 
 
-def test_module_built_on_newer_headers_is_refused_at_import():
+def test_b121_module_built_on_newer_headers_is_refused_at_import():
     """Registering its handlers would take the backend down; the message names both versions."""
     message = run_python(NEWER_HEADERS)
     assert "0.99" in message
     assert jax.lib.__version__ in message
     assert any(f"0.{minor}" in message.replace("0.99", "") for minor in range(3, 10))
+
+
+def test_b124_import_warns_of_nothing():
+    """As JAX warns of what it is going to remove."""
+    script = """
+        import warnings
+        import equinox, flax, jax
+        warnings.simplefilter("error")
+        import jaxflash, jaxflash.bench.__main__, jaxflash.equinox, jaxflash.flax
+        x = jax.numpy.ones((1, 4, 1, 4))
+        jax.grad(lambda x: jaxflash.flash_attention(x, x, x, implementation="xla").sum())(x)
+        print("no warning")
+    """
+    assert run_python(script).strip() == "no warning"
 
 
 def test_version_matches_the_installed_package():

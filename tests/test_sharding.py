@@ -142,8 +142,8 @@ def test_b99_each_device_computes_its_part(native, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shardings_change_no_numbers(implementation, name):
-    """Also where key and value are dealt otherwise than the query."""
+def test_b107_shardings_change_no_numbers(implementation, name):
+    """Over any number of devices, and where key and value are dealt otherwise than the query."""
     layout = LAYOUTS[name]
     mesh, call = make_mesh(layout.mesh), everything(layout.shape)
     for keys in (P("data", None, "model"), P(None, None, "data"), P(), P(None, "data")):
