@@ -78,6 +78,8 @@ def forward(config: Config, operands: Operands) -> tuple[jax.Array, jax.Array, j
 
         init = (problem.zeros("v"), *problem.initial_statistics(row))
         accumulator, row_max, row_sum = problem.scan_columns(column_body, init, row)
+        # Compilers' maxima pass over NaN: a row of nothing else is not one that sees nothing.
+        row_max = jnp.where(jnp.isnan(row_sum), row_sum, row_max)
         row_sum = jnp.where(row_max == -jnp.inf, 1, row_sum)
         output = (accumulator / row_sum[..., None]).astype(problem.dtype)
         return tuple(map(problem.to_rows, (output, row_max, jnp.log(row_sum))))

@@ -278,6 +278,25 @@ def test_nan_in_a_visible_key_is_not_hidden(implementation):
     assert np.isnan(got["lse"][1]).all()
 
 
+@pytest.mark.parametrize("S", [4, 70, 700])
+def test_nan_query_is_not_hidden(implementation, S, request):
+    """Its row is none that sees nothing, whose gradients are zeros."""
+    if implementation == "native":
+        reason = "the kernels take a row whose logits are all NaN for one that sees nothing"
+        on_cpu = jax.default_backend() == "cpu"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=on_cpu))
+    call = make_call(Shape(B=2, T=S, S=S, N=1))
+    call.arrays["query"][1, 2] = np.nan
+    got = call.flash(implementation)
+    for name in ("output", "lse", "d_query"):
+        assert np.isnan(got[name][1, 2]).all(), name
+    for name in ("d_key", "d_value"):
+        assert np.isnan(got[name][1]).all(), name
+        assert np.isfinite(got[name][0]).all(), name
+    for name in ("output", "lse", "d_query"):
+        assert np.isfinite(got[name][:, 3:]).all(), name
+
+
 def test_large_values_do_not_overflow_half_precision(implementation):
     """float16 inputs near its maximum: accumulated in float32, and the output is their mean."""
     call = make_call(Shape(B=1, T=3, S=130, N=1), np.float16)
