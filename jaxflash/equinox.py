@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,26 +109,16 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
             channels, `num_heads` that is not a multiple of `num_key_value_heads`.
         """
         kv_heads = num_heads if num_key_value_heads is None else num_key_value_heads
-        sizes = {
-            "num_heads": num_heads,
-            "num_key_value_heads": kv_heads,
-            "query_size": query_size,
-            "key_size": key_size,
-            "value_size": value_size,
-            "output_size": output_size,
-            "qk_size": qk_size,
-            "vo_size": vo_size,
-        }
-        for name, size in sizes.items():
-            if size is not None:
-                validation.check_size(name, size)
-        if num_heads % kv_heads:
-            raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_heads = {num_heads}, "
-                f"got {kv_heads}"
-            )
-        for name, size in (("qk_size", qk_size), ("vo_size", vo_size)):
-            _check_head_size(name, size, query_size, num_heads)
+        _check_sizes(
+            num_heads,
+            kv_heads,
+            query_size,
+            key_size=key_size,
+            value_size=value_size,
+            output_size=output_size,
+            qk_size=qk_size,
+            vo_size=vo_size,
+        )
         validation.check_rate("dropout_p", dropout_p)
         validation.check_flag("inference", inference)
         if dtype is not None:
@@ -217,64 +208,75 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
                 f"key: expected a JAX PRNG key, because dropout_p is {rate} and inference is "
                 "False, got None"
             )
-        if not query.ndim == key_.ndim == value.ndim or query.ndim not in (2, 3):
-            raise ValueError(
-                "query, key_, value: expected [length, channels] or [B, length, channels], got "
-                f"shapes {query.shape}, {key_.shape}, {value.shape}"
-            )
-
-        def attend(
-            query: jax.Array,
-            key_: jax.Array,
-            value: jax.Array,
-            mask: jax.Array | None,
-            key: jax.Array | None,
-        ) -> jax.Array:
-            heads = (
-                _project(self.query_proj, query, self.num_heads, self.qk_size),
-                _project(self.key_proj, key_, self.num_key_value_heads, self.qk_size),
-                _project(self.value_proj, value, self.num_key_value_heads, self.vo_size),
-            )
-            if process_heads is not None:
-                shapes = [x.shape for x in heads]
-                heads = process_heads(*heads)
-                if [x.shape for x in heads] != shapes:
-                    raise ValueError(
-                        f"process_heads: expected shapes {shapes} as given, got "
-                        f"{[x.shape for x in heads]}"
-                    )
-            dtype = jnp.result_type(*heads)
-            mixed = flash_attention(
-                *(x.astype(dtype) for x in heads),
-                mask=mask if mask is None or mask.ndim != 2 else mask[None],
-                is_causal=self.is_causal,
-                local_window_size=self.local_window_size,
-                dropout_rate=rate,
-                dropout_key=key if rate else None,
-                implementation=self.implementation,
-            )
-            return jax.vmap(self.output_proj)(
-                mixed.reshape(mixed.shape[0], self.num_heads * self.vo_size)
-            )
-
+        _check_inputs(query, key_, value, mask)
+        attend = functools.partial(self._attend, rate, process_heads)
         if query.ndim == 2:
             return attend(query, key_, value, mask, key)
-        if not query.shape[0] == key_.shape[0] == value.shape[0]:
-            raise ValueError(
-                "query, key_, value: expected one batch size, got shapes "
-                f"{query.shape}, {key_.shape}, {value.shape}"
-            )
-        if mask is not None and mask.ndim == 3:
-            raise ValueError(
-                "mask: expected [T, S] or [B, N, T, S] in a batched call (mask[:, None] where each "
-                "sequence has its own, mask[None] where each head has), got shape "
-                f"{mask.shape}"
-            )
         if mask is not None and mask.ndim == 4 and mask.shape[0] == 1:
             mask = mask[0]  # for every sequence
         keys = None if key is None else jax.random.split(key, query.shape[0])
         mask_axis = 0 if mask is not None and mask.ndim == 4 else None
         return jax.vmap(attend, (0, 0, 0, mask_axis, 0))(query, key_, value, mask, keys)
+
+    def _attend(
+        self,
+        rate: float,
+        process_heads: ProcessHeads | None,
+        query: jax.Array,
+        key_: jax.Array,
+        value: jax.Array,
+        mask: jax.Array | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Attention of one sequence, with dropout at a rate."""
+        heads = (
+            _project(self.query_proj, query, self.num_heads, self.qk_size),
+            _project(self.key_proj, key_, self.num_key_value_heads, self.qk_size),
+            _project(self.value_proj, value, self.num_key_value_heads, self.vo_size),
+        )
+        if process_heads is not None:
+            shapes = [x.shape for x in heads]
+            heads = process_heads(*heads)
+            if [x.shape for x in heads] != shapes:
+                raise ValueError(
+                    f"process_heads: expected shapes {shapes} as given, got "
+                    f"{[x.shape for x in heads]}"
+                )
+        dtype = jnp.result_type(*heads)
+        mixed = flash_attention(
+            *(x.astype(dtype) for x in heads),
+            mask=mask if mask is None or mask.ndim != 2 else mask[None],
+            is_causal=self.is_causal,
+            local_window_size=self.local_window_size,
+            dropout_rate=rate,
+            dropout_key=key if rate else None,
+            implementation=self.implementation,
+        )
+        return jax.vmap(self.output_proj)(
+            mixed.reshape(mixed.shape[0], self.num_heads * self.vo_size)
+        )
+
+
+def _check_sizes(
+    num_heads: int, num_key_value_heads: int, query_size: int, **others: int | None
+) -> None:
+    """Checks numbers of heads and sizes against each other; None for those not given."""
+    given = {
+        "num_heads": num_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "query_size": query_size,
+        **others,
+    }
+    for name, size in given.items():
+        if size is not None:
+            validation.check_size(name, size)
+    if num_heads % num_key_value_heads:
+        raise ValueError(
+            f"num_key_value_heads: expected a divisor of num_heads = {num_heads}, "
+            f"got {num_key_value_heads}"
+        )
+    for name in ("qk_size", "vo_size"):
+        _check_head_size(name, others[name], query_size, num_heads)
 
 
 def _check_head_size(name: str, size: int | None, query_size: int, num_heads: int) -> None:
@@ -284,6 +286,30 @@ def _check_head_size(name: str, size: int | None, query_size: int, num_heads: in
     if not 1 <= size <= validation.MAX_HEAD_DIM:
         raise ValueError(
             f"{name}: expected from 1 to {validation.MAX_HEAD_DIM}, got {size}{default}"
+        )
+
+
+def _check_inputs(
+    query: jax.Array, key_: jax.Array, value: jax.Array, mask: jax.Array | None
+) -> None:
+    """Checks the axes of a call's arrays, and the batch; the rest is checked by attention."""
+    if not query.ndim == key_.ndim == value.ndim or query.ndim not in (2, 3):
+        raise ValueError(
+            "query, key_, value: expected [length, channels] or [B, length, channels], got "
+            f"shapes {query.shape}, {key_.shape}, {value.shape}"
+        )
+    if query.ndim == 2:
+        return
+    if not query.shape[0] == key_.shape[0] == value.shape[0]:
+        raise ValueError(
+            "query, key_, value: expected one batch size, got shapes "
+            f"{query.shape}, {key_.shape}, {value.shape}"
+        )
+    if mask is not None and mask.ndim == 3:
+        raise ValueError(
+            "mask: expected [T, S] or [B, N, T, S] in a batched call (mask[:, None] where each "
+            "sequence has its own, mask[None] where each head has), got shape "
+            f"{mask.shape}"
         )
 
 
