@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxflash.bench.problems import (
+    GROUPED,
     Attention,
     Inputs,
     Problem,
@@ -204,7 +205,6 @@ def _pallas_mosaic(problem: Problem) -> Attention:
     return attention
 
 
-GROUPED = "grouped heads"
 JAX_NN = frozenset({"bias", "mask", "documents", "window", GROUPED})
 EVERYTHING = JAX_NN | {"dropout", "soft cap"}
 

@@ -28,6 +28,9 @@ FEATURES = {
 }
 """What there is beside plain attention, and what a contender must support for it."""
 
+GROUPED = "grouped heads"
+"""What it must support where heads share a key head."""
+
 REFERENCE_ROWS = 2048
 """At most so many queries at a time, so that the reference's memory grows with T alone."""
 
@@ -106,7 +109,7 @@ class Problem:
         feature = FEATURES[self.feature]
         return {
             *([feature] if feature else []),
-            *(["grouped heads"] if self.group > 1 else []),
+            *([GROUPED] if self.group > 1 else []),
             *(["window"] if self.window is not None else []),
         }
 
