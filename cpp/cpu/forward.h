@@ -142,7 +142,7 @@ inline void finish_rows(const Problem& problem, const ForwardResults& results, T
   const RowTile<T>& tile = state.tile;
   const int64_t stride = padded<T>(problem.value_dim);
   for (int64_t r = 0; r < tile.width; ++r) {
-    state.shrink[r] = state.peak[r] == -infinity<T>() ? T(0) : T(1) / state.sum[r];
+    state.shrink[r] = state.sum[r] == T(0) ? T(0) : T(1) / state.sum[r];
   }
   multiply_rows(problem.value_dim, tile.width, state.shrink, state.output);
   transpose(state.output, kTileRows, stride, tile.width, staging, stride);
@@ -157,9 +157,11 @@ inline void finish_rows(const Problem& problem, const ForwardResults& results, T
       static_cast<T*>(sums.data) + row_offset(problem, sums, tile.b, tile.head, tile.first);
   const int64_t output = row_offset(problem, results.output, tile.b, tile.head, tile.first);
   for (int64_t r = 0; r < rows; ++r) {
-    const bool sees = r < tile.rows && state.peak[r] != -infinity<T>();
-    peak[r * peaks.row] = sees ? state.peak[r] : -infinity<T>();
-    log_sum[r * sums.row] = sees ? std::log(state.sum[r]) : T(0);
+    const T sum = r < tile.rows ? state.sum[r] : T(0);
+    // Logits that are all NaN leave the peak where it was, but are not those of a row that sees
+    // nothing.
+    peak[r * peaks.row] = sum == T(0) ? -infinity<T>() : std::isnan(sum) ? sum : state.peak[r];
+    log_sum[r * sums.row] = sum == T(0) ? T(0) : std::log(sum);
     store_row(results.output.dtype, results.output.data, output + r * results.output.row,
               problem.value_dim, staging + r * stride);
   }
