@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxflash._modules import BACKWARD_TARGET, FORWARD_TARGET
 from jaxflash.bench.contenders import CONTENDERS, OURS
 from jaxflash.bench.problems import (
     DIRECTIONS,
@@ -71,8 +72,14 @@ def _trace(attention: Attention, problem: Problem, direction: Direction) -> Prog
         )
 
 
-def why_pure_jax(problem: Problem, direction: Direction) -> str | None:
-    """Returns why jaxflash computes a problem without its kernels here; None where it uses them."""
+TARGETS = {"forward": FORWARD_TARGET, "backward": BACKWARD_TARGET}
+"""What jaxflash's programs call where they use its kernels."""
+
+
+def why_without_kernels(problem: Problem, direction: Direction, timed: Any) -> str | None:
+    """Returns why jaxflash's lowered program does without its kernels; None where it uses them."""
+    if TARGETS[direction] in timed.as_text():
+        return None
     try:
         _trace(jaxflash_attention(problem, "native"), problem, direction).map(lower)
     except NotImplementedError as error:
@@ -139,7 +146,7 @@ def prepare(
             traced = trace(name, problem, direction, jax.default_backend())
             lowered = traced.map(lower)
             compiling[direction, name] = lowered.map(lambda program: pool.submit(program.compile))
-            if name == OURS and (why := why_pure_jax(problem, direction)):
+            if name == OURS and (why := why_without_kernels(problem, direction, lowered.timed)):
                 pure_jax[direction] = why
         except FAILURES as error:
             absent[direction][name] = reason(error)
