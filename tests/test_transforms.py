@@ -677,7 +677,9 @@ def test_debug_infs(implementation, mask, wrap):
     arrays = make_call(TINY).arrays
 
     def attend(arrays):
-        return flash_attention(**arrays, mask=mask, implementation=implementation).sum()
+        return flash_attention(
+            **arrays, mask=mask, is_causal=True, implementation=implementation
+        ).sum()
 
     with jax.debug_infs(True):
         wrap(jax.grad(attend))(arrays)
