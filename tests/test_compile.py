@@ -106,7 +106,6 @@ def export_inputs():
 
 def test_b116_export_round_trip(implementation):
     """Serialised with its gradient, read back, called."""
-    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
     arrays = export_inputs()
     run = jax.jit(lambda a: loss(implementation, {"is_causal": True}, a))
     exported = export(run, arrays)
