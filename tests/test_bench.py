@@ -688,7 +688,7 @@ class TestCommand:
         assert reasons == {results.BUDGET_SPENT}
         assert results.BUDGET_SPENT in capsys.readouterr().out
 
-    def test_an_interrupt_leaves_what_was_measured(self, tmp_path, capsys, monkeypatch):
+    def test_an_interrupt_leaves_what_was_measured(self, tmp_path, capsys, monkeypatch, request):
         problems_measured = itertools.count()
 
         def measure_two(prepared):
@@ -698,6 +698,8 @@ class TestCommand:
 
         original = measure.measure
         monkeypatch.setattr(measure, "measure", measure_two)
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
+        request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
         out = tmp_path / "found.json"
         results.write({"groups": {"gpt2": {"title": "kept", "rows": []}}}, out)
         arguments = ["--preset", "laptop", "gpt2", "--lengths", "8", "16", "--out", str(out)]
