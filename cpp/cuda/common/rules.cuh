@@ -3,7 +3,9 @@
 //
 // Accumulators s[strip][block][4] of a warp stand for 16-row strips and 8-column blocks; a thread
 // holds rows 16 * strip + lane / 4 + {0, 0, 8, 8} and columns 8 * block + 2 * (lane % 4) +
-// {0, 1, 0, 1} of it, from `row` and `key` on, which are multiples of 16.
+// {0, 1, 0, 1} of it, from `row` and `key` on, which are multiples of 16. Where the place of the
+// accumulators is a KeysDownPlace they are those of the transpose: their rows are keys, and their
+// columns rows of queries.
 #pragma once
 
 #include <cstdint>
@@ -113,10 +115,10 @@ enum TileChecks : int {
   kChangeAll = 8
 };
 
-template <class Policy, int kRows, int kKeys>
+// `view`: extent, batch and mask_map of a HeadView.
+template <class Policy, int kRows, int kKeys, class View>
 __device__ __forceinline__ int tile_checks(const Problem& problem, const TileMaps& maps,
-                                           const HeadView& view, int64_t row_tile,
-                                           int64_t key_tile) {
+                                           const View& view, int64_t row_tile, int64_t key_tile) {
   const Range rows = {row_tile * kRows, (row_tile + 1) * kRows};
   const Range keys = {key_tile * kKeys, (key_tile + 1) * kKeys};
   const TileVisibility ranges = tile_visibility(view.extent, rows, keys);
@@ -216,10 +218,32 @@ __device__ __forceinline__ void hide_outside(const Extent& extent, int64_t row, 
 
 // Where a warp's accumulators lie: the block's tile, and the warp's place in it.
 struct TilePlace {
+  static constexpr bool kKeysDown = false;
   int first_row, first_key;
   int row, key;
   int lane;  // of this thread
 };
+// Likewise of accumulators with keys as their rows: strips are of 16 keys, blocks of 8 rows.
+struct KeysDownPlace : TilePlace {
+  static constexpr bool kKeysDown = true;
+};
+
+// What one direction of accumulators stands for in an array [T, S]: rows or keys from `first` on,
+// before `end`, `stride` elements apart.
+struct Direction {
+  int64_t first, end, stride;
+};
+// Those down and across accumulators.
+struct Directions {
+  Direction down, across;
+};
+template <class Place>
+__device__ __forceinline__ Directions directions(const Place& place, const Tensor& tensor,
+                                                 int64_t rows, int64_t keys) {
+  const Direction of_rows = {int64_t{place.first_row} + place.row, rows, tensor.row};
+  const Direction of_keys = {int64_t{place.first_key} + place.key, keys, tensor.column};
+  return Place::kKeysDown ? Directions{of_keys, of_rows} : Directions{of_rows, of_keys};
+}
 
 // Two neighbours of a row, as bits.
 template <class E>
@@ -262,8 +286,15 @@ struct RowTiles {
   using Layout = TileLayout<E, kKeys>;
 };
 
+// One element, as bits.
+template <class E>
+__device__ __forceinline__ uint32_t shared_element(uint32_t address) {
+  static_assert(kSize<E> != 2);
+  return kSize<E> == 4 ? ptx::load_shared(address) : ptx::load_shared_byte(address);
+}
+
 // Calls `visit(strip, block, half, pair)` with the elements of a tile in shared memory at two
-// neighbouring columns.
+// neighbouring columns of the accumulators.
 template <class Layout, int kStrips, int kBlocks, class Visitor>
 __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePlace& place,
                                                      const Visitor& visit) {
@@ -281,6 +312,52 @@ __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const TilePl
       visit(i / 2, block, i % 2,
             shared_pair<E>((base ^ (bytes % kSpanBytes)) +
                            bytes / kSpanBytes * Layout::kSpanStride + 8 * i * Layout::kRowBytes));
+    }
+  }
+}
+
+// Where an element lies in a tile whose rows are made of spans.
+template <class Layout>
+__device__ __forceinline__ uint32_t element_address(uint32_t tile, int row, int key) {
+  constexpr int kSpanKeys = Layout::kSpan * Layout::kChunkElements;
+  return tile + key / kSpanKeys * Layout::kSpanStride +
+         Layout::element_offset(row, key % kSpanKeys);
+}
+
+template <class Layout, int kStrips, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const KeysDownPlace& place,
+                                                     const Visitor& visit) {
+  using E = typename Layout::T;
+  const int lane = place.lane;
+  const int row_of_pair = place.row + 2 * (lane % 4);
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const int key = place.key + 16 * strip;
+    if constexpr (kSize<E> == 2) {
+      // A load transposes four 8x8 matrices: keys + 0, + 8 of 8 rows, then of the next 8. A lane
+      // gives the address of row lane % 8 of matrix lane / 8.
+      const uint32_t base = element_address<Layout>(tile, place.row + lane % 8 + lane / 16 * 8,
+                                                    key + lane / 8 % 2 * 8);
+#pragma unroll
+      for (int block = 0; block < kBlocks; block += 2) {
+        uint32_t words[4];
+        ptx::ldmatrix_x4_transposed(words, base + 8 * block * Layout::kRowBytes);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) visit(strip, block + i / 2, i % 2, split_pair<E>(words[i]));
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int of_half = key + lane / 4 + 8 * half;
+        const uint32_t even = element_address<Layout>(tile, row_of_pair, of_half);
+        const uint32_t odd = element_address<Layout>(tile, row_of_pair + 1, of_half);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const int bytes = 8 * block * Layout::kRowBytes;
+          visit(strip, block, half,
+                uint2{shared_element<E>(even + bytes), shared_element<E>(odd + bytes)});
+        }
+      }
     }
   }
 }
@@ -314,6 +391,35 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
       for (int block = 0; block < kBlocks; ++block) {
         const uint32_t x = of_row[min(column + 8 * block, last_column) * tensor.column];
         const uint32_t y = of_row[min(column + 8 * block + 1, last_column) * tensor.column];
+        visit(i / 2, block, i % 2, uint2{x, y});
+      }
+    }
+  }
+}
+
+template <class E, int kStrips, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_global_pair(const Problem& problem, const Extent& extent,
+                                                     const Tensor& tensor, int64_t offset,
+                                                     const KeysDownPlace& place,
+                                                     const Visitor& visit) {
+  using Bits = typename E::Bits;
+  const Bits* const data = static_cast<const Bits*>(tensor.data) + offset;
+  const int row = place.first_row + place.row + 2 * (place.lane % 4);
+  const int key = place.first_key + place.key + place.lane / 4;
+  const int last_row = static_cast<int>(extent.query_length) - 1;
+  const int last_key = static_cast<int>(problem.key_length) - 1;
+#pragma unroll
+  for (int i = 0; i < 2 * kStrips; ++i) {
+    const Bits* const of_key = data + min(key + 8 * i, last_key) * tensor.column;
+    if (tensor.row == 0) {  // the same for all rows
+      const uint32_t x = of_key[0];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) visit(i / 2, block, i % 2, uint2{x, x});
+    } else {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const uint32_t x = of_key[min(row + 8 * block, last_row) * tensor.row];
+        const uint32_t y = of_key[min(row + 8 * block + 1, last_row) * tensor.row];
         visit(i / 2, block, i % 2, uint2{x, y});
       }
     }
@@ -358,10 +464,10 @@ __device__ __forceinline__ void load_arrays(const Problem& problem, const HeadVi
   if (tiles.mask != 0 && (checks & kCheckMask)) load(Bool(), tiles.mask, problem.mask, view.mask);
 }
 
-template <class E, class Tiles, int kStrips, int kBlocks, class Visitor>
+template <class E, class Tiles, int kStrips, int kBlocks, class Place, class Visitor>
 __device__ __forceinline__ void for_each_pair(const Problem& problem, const HeadView& view,
                                               const Tensor& tensor, int64_t offset, uint32_t tile,
-                                              const TilePlace& place, const Visitor& visit) {
+                                              const Place& place, const Visitor& visit) {
   if (tile != 0) {
     for_each_shared_pair<typename Tiles::template Layout<E>, kStrips, kBlocks>(tile, place, visit);
   } else {
@@ -370,9 +476,9 @@ __device__ __forceinline__ void for_each_pair(const Problem& problem, const Head
 }
 
 // Logits s * factor plus the bias. A bias of minus infinity hides, whatever the logit.
-template <class E, class Tiles, int kStrips, int kBlocks>
+template <class E, class Tiles, class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadView& view,
-                                            uint32_t tile, const TilePlace& place, float factor,
+                                            uint32_t tile, const Place& place, float factor,
                                             float (&s)[kStrips][kBlocks][4]) {
   const auto add = [factor](float& x, float bias) {
     x = bias == minus_infinity() ? bias : x * factor + bias;
@@ -385,9 +491,9 @@ __device__ __forceinline__ void add_bias_of(const Problem& problem, const HeadVi
                                             });
 }
 
-template <class Tiles, int kStrips, int kBlocks>
+template <class Tiles, class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias(const Problem& problem, const HeadView& view,
-                                         uint32_t tile, const TilePlace& place, float factor,
+                                         uint32_t tile, const Place& place, float factor,
                                          float (&s)[kStrips][kBlocks][4]) {
   switch (problem.bias.dtype) {
     case DType::kBF16:
@@ -400,10 +506,10 @@ __device__ __forceinline__ void add_bias(const Problem& problem, const HeadView&
 }
 
 // Adds the gradients of logits to those of the bias, f32 and broadcast as the bias is. Rows or
-// columns that share an element are added up within the warp first.
-template <int kStrips, int kBlocks>
+// columns of the accumulators that share an element are added up within the warp first.
+template <class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const Tensor& cotangent,
-                                                   const HeadView& view, int64_t row, int64_t key,
+                                                   const HeadView& view, const Place& place,
                                                    const float (&g)[kStrips][kBlocks][4]) {
   const int lane = threadIdx.x & 31;
   float* const to = static_cast<float*>(cotangent.data) + batch_offset(cotangent, view.index) +
@@ -412,8 +518,10 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
     for (int mask = from; mask < to; mask *= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);
     return x;
   };
-  const int64_t rows = view.extent.query_length, keys = view.extent.key_length;
-  if (cotangent.row == 0) {
+  const auto [down, across] =
+      directions(place, cotangent, view.extent.query_length, view.extent.key_length);
+  const int64_t step = Place::kKeysDown ? across.stride : 1;  // where it is not 0
+  if (down.stride == 0) {
     float whole = 0.f;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -424,11 +532,13 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
         for (int i = 0; i < 2 * kStrips; ++i) sum += g[i / 2][block][2 * (i % 2) + odd];
         sum = warp_sum(sum, 4, 32);  // over the lanes that hold the same columns
         whole += sum;
-        const int64_t column = key + 8 * block + 2 * (lane % 4) + odd;
-        if (cotangent.column != 0 && lane < 4 && column < keys) atomicAdd(to + column, sum);
+        const int64_t column = across.first + 8 * block + 2 * (lane % 4) + odd;
+        if (across.stride != 0 && lane < 4 && column < across.end) {
+          atomicAdd(to + column * step, sum);
+        }
       }
     }
-    if (cotangent.column == 0) {
+    if (across.stride == 0) {
       whole = warp_sum(whole, 1, 4);
       if (lane == 0) atomicAdd(to, whole);
     }
@@ -436,79 +546,86 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
   }
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    const int64_t at_row = row + 16 * (i / 2) + lane / 4 + 8 * (i % 2);
-    float* const of_row = to + at_row * cotangent.row;
-    if (cotangent.column == 0) {
+    const int64_t at_row = down.first + 16 * (i / 2) + lane / 4 + 8 * (i % 2);
+    float* const of_row = to + at_row * down.stride;
+    if (across.stride == 0) {
       float sum = 0.f;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         sum += g[i / 2][block][2 * (i % 2)] + g[i / 2][block][2 * (i % 2) + 1];
       }
       sum = warp_sum(sum, 1, 4);  // over the lanes that hold the same row
-      if (lane % 4 == 0 && at_row < rows) atomicAdd(of_row, sum);
+      if (lane % 4 == 0 && at_row < down.end) atomicAdd(of_row, sum);
       continue;
     }
-    if (at_row >= rows) continue;
-    const bool pairs = problem.key_length % 2 == 0;  // else rows are not aligned to two floats
+    if (at_row >= down.end) continue;
+    // Else rows are not aligned to two floats, or neighbours lie apart.
+    const bool pairs = !Place::kKeysDown && problem.key_length % 2 == 0;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const int64_t column = key + 8 * block + 2 * (lane % 4);
+      const int64_t column = across.first + 8 * block + 2 * (lane % 4);
       const float x = g[i / 2][block][2 * (i % 2)], y = g[i / 2][block][2 * (i % 2) + 1];
-      if (column >= keys) continue;  // past it gradients are 0
+      if (column >= across.end) continue;  // past it gradients are 0
       if (pairs) {
         ptx::add_global_2(of_row + column, x, y);
       } else {
-        atomicAdd(of_row + column, x);
-        if (column + 1 < keys) atomicAdd(of_row + column + 1, y);
+        atomicAdd(of_row + column * step, x);
+        if (column + 1 < across.end) atomicAdd(of_row + (column + 1) * step, y);
       }
     }
   }
 }
 
 // Writes the gradients of logits where they are the gradients of a bias that is not broadcast.
-template <class E, int kStrips, int kBlocks>
+template <class E, class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
                                                         const Tensor& cotangent,
-                                                        const HeadView& view, int64_t row,
-                                                        int64_t key,
+                                                        const HeadView& view, const Place& place,
                                                         const float (&g)[kStrips][kBlocks][4]) {
   const int lane = threadIdx.x & 31;
   const int64_t offset = batch_offset(cotangent, view.index) + view.head * cotangent.head;
-  const bool pairs = has_pairs(problem, cotangent, offset, kSize<E>);
+  const bool pairs = !Place::kKeysDown && has_pairs(problem, cotangent, offset, kSize<E>);
+  const auto [down, across] =
+      directions(place, cotangent, view.extent.query_length, problem.key_length);
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
-    const int64_t at_row = row + 16 * (i / 2) + lane / 4 + 8 * (i % 2);
-    if (at_row >= view.extent.query_length) continue;
-    auto* const to =
-        static_cast<typename E::Bits*>(cotangent.data) + offset + at_row * cotangent.row;
+    const int64_t at_row = down.first + 16 * (i / 2) + lane / 4 + 8 * (i % 2);
+    if (at_row >= down.end) continue;
+    auto* const to = static_cast<typename E::Bits*>(cotangent.data) + offset + at_row * down.stride;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const int64_t column = key + 8 * block + 2 * (lane % 4);
-      if (column >= problem.key_length) continue;
-      store_pair(E(), to + column, g[i / 2][block][2 * (i % 2)], g[i / 2][block][2 * (i % 2) + 1],
-                 column + 1 < problem.key_length, pairs);
+      const int64_t column = across.first + 8 * block + 2 * (lane % 4);
+      const float x = g[i / 2][block][2 * (i % 2)], y = g[i / 2][block][2 * (i % 2) + 1];
+      if (column >= across.end) continue;
+      const bool both = column + 1 < across.end;
+      if constexpr (Place::kKeysDown) {
+        store_element(E(), to + column * across.stride, x);
+        if (both) store_element(E(), to + (column + 1) * across.stride, y);
+      } else {
+        store_pair(E(), to + column, x, y, both, pairs);
+      }
     }
   }
 }
 
-template <int kStrips, int kBlocks>
+template <class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void store_bias_cotangent(const Problem& problem,
                                                      const Tensor& cotangent, const HeadView& view,
-                                                     int64_t row, int64_t key,
+                                                     const Place& place,
                                                      const float (&g)[kStrips][kBlocks][4]) {
   switch (cotangent.dtype) {
     case DType::kBF16:
-      return store_bias_cotangent_as<BF16>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<BF16>(problem, cotangent, view, place, g);
     case DType::kF16:
-      return store_bias_cotangent_as<F16>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<F16>(problem, cotangent, view, place, g);
     default:
-      return store_bias_cotangent_as<F32>(problem, cotangent, view, row, key, g);
+      return store_bias_cotangent_as<F32>(problem, cotangent, view, place, g);
   }
 }
 
-template <class Tiles, int kStrips, int kBlocks>
+template <class Tiles, class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_masked(const Problem& problem, const HeadView& view,
-                                            uint32_t tile, const TilePlace& place,
+                                            uint32_t tile, const Place& place,
                                             float (&s)[kStrips][kBlocks][4]) {
   for_each_pair<Bool, Tiles, kStrips, kBlocks>(problem, view, problem.mask, view.mask, tile, place,
                                                [&](int strip, int block, int half, uint2 pair) {
@@ -519,25 +636,37 @@ __device__ __forceinline__ void hide_masked(const Problem& problem, const HeadVi
                                                });
 }
 
-template <int kStrips, int kBlocks>
+// Segment ids from a position on; those past the last count as it.
+struct SegmentIds {
+  const int32_t* ids;
+  int first, last;
+
+  __device__ __forceinline__ int32_t at(int i) const { return ids[min(first + i, last)]; }
+};
+
+template <class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void hide_other_segments(const Problem& problem, const HeadView& view,
-                                                    int row, int key,
+                                                    const Place& place,
                                                     float (&s)[kStrips][kBlocks][4]) {
   const int lane = lane_now();
-  const int last_row = static_cast<int>(problem.query_length) - 1;
-  const int last_key = static_cast<int>(problem.key_length) - 1;
-  const auto* rows = static_cast<const int32_t*>(problem.query_segment_ids.data) + view.query_ids;
-  const auto* keys = static_cast<const int32_t*>(problem.key_value_segment_ids.data) + view.key_ids;
+  const auto ids_of = [](const Tensor& of, int64_t offset, int first, int64_t length) {
+    return SegmentIds{static_cast<const int32_t*>(of.data) + offset, first,
+                      static_cast<int>(length) - 1};
+  };
+  const SegmentIds rows = ids_of(problem.query_segment_ids, view.query_ids,
+                                 place.first_row + place.row, problem.query_length);
+  const SegmentIds keys = ids_of(problem.key_value_segment_ids, view.key_ids,
+                                 place.first_key + place.key, problem.key_length);
+  const SegmentIds& down = Place::kKeysDown ? keys : rows;
+  const SegmentIds& across = Place::kKeysDown ? rows : keys;
   int32_t row_ids[2 * kStrips];
 #pragma unroll
-  for (int i = 0; i < 2 * kStrips; ++i) {
-    row_ids[i] = rows[min(row + lane / 4 + 8 * i, last_row)];
-  }
+  for (int i = 0; i < 2 * kStrips; ++i) row_ids[i] = down.at(lane / 4 + 8 * i);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int32_t id = keys[min(key + 8 * block + 2 * (lane % 4) + odd, last_key)];
+      const int32_t id = across.at(8 * block + 2 * (lane % 4) + odd);
 #pragma unroll
       for (int i = 0; i < 2 * kStrips; ++i) {
         if (row_ids[i] != id) s[i / 2][block][2 * (i % 2) + odd] = minus_infinity();
@@ -679,10 +808,12 @@ __device__ __forceinline__ float sink_of(const Problem& problem, const BatchInde
 }
 
 // Products to logits: soft_cap(scale * q.k) + bias, minus infinity where hidden.
-// `on_slope(strip, block, element, slope)` is told the slope of the soft cap.
-template <class T, class Policy, class Tiles, class View, int kStrips, int kBlocks, class OnSlope>
+// `on_slope(strip, block, element, slope)` is told the slope of the soft cap. With keys as rows of
+// the accumulators, what is outside the ranges is left to the caller to hide.
+template <class T, class Policy, class Tiles, class View, class Place, int kStrips, int kBlocks,
+          class OnSlope>
 __device__ __forceinline__ void apply_rules(const Problem& problem, const View& view, int checks,
-                                            const ArrayTiles& tiles, const TilePlace& place,
+                                            const ArrayTiles& tiles, const Place& place,
                                             const OnSlope& on_slope,
                                             float (&s)[kStrips][kBlocks][4]) {
   const Scaling scaling = scaling_of<T, Policy>(problem, view);
@@ -697,10 +828,12 @@ __device__ __forceinline__ void apply_rules(const Problem& problem, const View& 
     }
   }
   if ((checks & (kCheckRanges | kCheckSegments | kCheckMask)) == 0) return;  // one jump, not three
-  const int row = place.first_row + place.row, key = place.first_key + place.key;
-  if (checks & kCheckRanges) hide_outside(view.extent, row, key, s);
+  if constexpr (!Place::kKeysDown) {
+    const int row = place.first_row + place.row, key = place.first_key + place.key;
+    if (checks & kCheckRanges) hide_outside(view.extent, row, key, s);
+  }
   if constexpr (Policy::kEverything) {
-    if (checks & kCheckSegments) hide_other_segments(problem, view, row, key, s);
+    if (checks & kCheckSegments) hide_other_segments(problem, view, place, s);
     if (checks & kCheckMask) hide_masked<Tiles>(problem, view, tiles.mask, place, s);
   }
 }
@@ -747,23 +880,52 @@ struct MultiplyWide {
   }
 };
 
+// What one call of Philox draws (attention/philox.h): that which decides of (row, key) and seven
+// others.
+__device__ __forceinline__ PhiloxWords<uint32_t> draws_at(const HeadView& view, int row, int key) {
+  const uint32_t philox_key[2] = {view.stream[0], view.stream[1]};
+  return philox<uint32_t>(
+      {{dropout_row_word(row), dropout_column_word(key), view.stream[2], view.stream[3]}},
+      philox_key, MultiplyWide());
+}
+
 // Calls `visit(i, kept)` with what dropout does to a thread's eight elements of a 16x16 block from
-// (row, key) on, which one call of Philox decides (attention/philox.h): elements i % 4 of its two
-// blocks of 8 columns.
+// (row, key) on, which one call decides: elements i % 4 of its two blocks of 8 columns.
 template <class Visitor>
 __device__ __forceinline__ void for_each_draw(const Problem& problem, const HeadView& view, int row,
                                               int key, const Visitor& visit) {
   const int lane = lane_now();
-  const uint32_t philox_key[2] = {view.stream[0], view.stream[1]};
-  const PhiloxWords<uint32_t> draws = philox<uint32_t>(
-      {{dropout_row_word(row + lane / 4), dropout_column_word(key + 2 * (lane % 4)), view.stream[2],
-        view.stream[3]}},
-      philox_key, MultiplyWide());
+  const PhiloxWords<uint32_t> draws = draws_at(view, row + lane / 4, key + 2 * (lane % 4));
   const auto threshold = static_cast<uint32_t>(problem.dropout_threshold);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     visit(i, dropout_keeps(draws, dropout_lane(8 * (i / 2 % 2), 8 * (i / 4) + i % 2), threshold));
   }
+}
+
+// The same of accumulators whose rows are keys: bits 8 * i + 4 * (block % 2) + element for its
+// kCount 16x16 blocks from row + 16 * i on. A call decides of two neighbouring keys, which are two
+// threads', and a thread has two neighbouring rows: each of the two makes the call for one row.
+template <int kCount>
+__device__ __forceinline__ uint32_t draw_keys_down(const Problem& problem, const HeadView& view,
+                                                   int row, int key) {
+  const int lane = lane_now();
+  const int odd = lane / 4 % 2;  // the key, and the row that is drawn for
+  const auto threshold = static_cast<uint32_t>(problem.dropout_threshold);
+  uint32_t mine = 0;  // a bit for each of dropout_lane's
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const PhiloxWords<uint32_t> draws =
+        draws_at(view, row + 16 * i + 2 * (lane % 4) + odd, key + lane / 4);
+#pragma unroll
+    for (int bit = 0; bit < 8; ++bit) {
+      if (dropout_keeps(draws, bit, threshold)) mine |= 1u << (8 * i + bit);
+    }
+  }
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, mine, 4);
+  // Of both the key's bits, 4 * (row / 8) + 2 * (key / 8) + {0, 2, 4, 6}.
+  const uint32_t of_mine = mine >> odd & 0x55555555u, of_other = other >> odd & 0x55555555u;
+  return odd ? of_mine << 1 | of_other : of_mine | of_other << 1;
 }
 
 // Which of a thread's elements dropout keeps.
@@ -783,6 +945,21 @@ struct KeptBits {
         for_each_draw(problem, view, row + 16 * strip, key + 16 * pair, [&](int i, bool kept) {
           if (kept) word[strip][pair / 4] |= 1u << (pair % 4 * 8 + i);
         });
+      }
+    }
+  }
+  // For those with keys as rows.
+  __device__ __forceinline__ void draw(const Problem& problem, const HeadView& view,
+                                       const KeysDownPlace& place) {
+    constexpr int kPairs = kBlocks / 2 < 4 ? kBlocks / 2 : 4;  // a word
+    static_assert(kBlocks / 2 % kPairs == 0);
+#pragma unroll
+    for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+      for (int i = 0; i < kBlocks / 2 / kPairs; ++i) {
+        word[strip][i] =
+            draw_keys_down<kPairs>(problem, view, place.first_row + place.row + 16 * kPairs * i,
+                                   place.first_key + place.key + 16 * strip);
       }
     }
   }

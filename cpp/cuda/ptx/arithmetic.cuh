@@ -34,7 +34,13 @@ __device__ __forceinline__ uint32_t pack_f16(float low, float high) {
   return packed;
 }
 
-// ld.shared.u16, ld.shared.b32, ld.shared.v2.b32, ld.shared.v4.b32, PTX ISA "Data Movement: ld".
+// ld.shared.u8, ld.shared.u16, ld.shared.b32, ld.shared.v2.b32, ld.shared.v4.b32, PTX ISA "Data
+// Movement: ld".
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
+  uint32_t byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(address) : "memory");
+  return byte;
+}
 __device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
   uint16_t half;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address) : "memory");

@@ -482,6 +482,11 @@ struct Backward {
     return terms;
   }
 
+  // Where this warp's logits of rows `row` of the tile on lie.
+  __device__ __forceinline__ TilePlace place_of(int row) const {
+    return {item.tile * kRows, first_key(), row, logits_place.column, lane_id()};
+  }
+
   // Probabilities s, after dropout, and gradients g of the logits, for rows `row` of the tile on.
   __device__ __forceinline__ void logit_gradients(int row, Logits& s, Logits& g) const {
     const HeadView& head = current().head;
@@ -514,9 +519,8 @@ struct Backward {
       });
     }
     if constexpr (Policy::kEverything) {
-      const TilePlace place = {item.tile * kRows, first_key(), row, logits_place.column, lane_id()};
       apply_rules<T, Policy, RowTiles<kKeys>>(
-          problem, head, item.checks, arrays_of(stage()), place,
+          problem, head, item.checks, arrays_of(stage()), place_of(row),
           [&](int strip, int block, int i, float slope) {
             if (!wants_bias()) g[strip][block][i] *= slope;
           },
@@ -549,12 +553,11 @@ struct Backward {
   // The bias's share of the gradients g; then they are those of the capped logits. Overwrites s.
   __device__ __forceinline__ void take_bias_cotangent(int row, Logits& s, Logits& g) const {
     const HeadView& head = current().head;
-    const int first_row = item.tile * kRows + row;
-    const int key = first_key() + logits_place.column;
+    const TilePlace place = place_of(row);
     if (params.bias_sums) {
-      add_bias_cotangent(problem, params.bias_cotangent, head, first_row, key, g);
+      add_bias_cotangent(problem, params.bias_cotangent, head, place, g);
     } else if (!params.bias_by_tiles) {
-      store_bias_cotangent(problem, params.bias_cotangent, head, first_row, key, g);
+      store_bias_cotangent(problem, params.bias_cotangent, head, place, g);
     }
     if (problem.soft_cap == 0) return;
     // The slope, which is none of the bias's business, from the products once more.

@@ -23,15 +23,14 @@
 #include "cuda/sm80/schedule.cuh"
 #include "cuda/sm90/block.cuh"
 #include "cuda/sm90/params.h"
+#include "cuda/sm90/rules.cuh"
 #include "cuda/sm90/tiles.h"
 
 namespace jaxflash::cuda::sm90 {
 
 using sm80::BF16;
-using sm80::Everything;
 using sm80::Exponent;
 using sm80::F16;
-using sm80::Ranges;
 using sm80::Visit;
 
 // Tiles of keys [begin, end); they are visited last first.
@@ -48,17 +47,6 @@ struct RowKeys {
 
  private:
   __device__ __forceinline__ int clamped(int key) const { return max(0, min(key, length)); }
-};
-
-// What all rules need of a plan beside what ranges do.
-template <class Policy>
-struct PlanRules {};
-template <>
-struct PlanRules<Everything> {
-  sm80::ScaledView view;
-  int checks;  // of all tiles
-  Place bias, mask;
-  float sink;  // minus infinity: none
 };
 
 // What a block is to do with one tile of rows.
@@ -199,39 +187,6 @@ struct Planner {
     const int begin = sm80::TileScan().next(tiles.begin, tiles.end, checks).tile;
     return {begin, DownwardScan{tiles.end}.next(tiles.end - 1, begin, checks).tile + 1};
   }
-  // Fills in what all rules need, each lane its part.
-  __device__ __forceinline__ void plan_rules(PlanRules<Policy>& rules, const Extent& extent,
-                                             const BatchIndex& index, int64_t batch,
-                                             int64_t head) const {
-    const Problem& problem = params.problem;
-    sm80::ScaledView& view = rules.view;
-    if (lane() == 0) {
-      view.extent = extent;
-      view.index = index;
-      view.head = head;
-      view.batch = batch;
-      sm80::find_arrays<Policy>(problem, params.maps, view);
-    }
-    if (lane() == 1) {
-      view.scale = batch_value<float>(problem.scale, index, 1.f);
-      const sm80::HeadView& unscaled = view;
-      view.scaling = sm80::scaling_of<T, Policy>(problem, unscaled);
-      const bool changes = problem.bias.data != nullptr || view.scaling.caps;
-      rules.checks = changes || view.scaling.unit.factor != 1.f ? sm80::kChangeAll : 0;
-    }
-    // A broadcast array has one head.
-    const auto place = [&](const TileMap& map, const Tensor& array) {
-      return place_of(map, index, array.head == 0 ? 0 : static_cast<int>(head));
-    };
-    if (lane() == 2) rules.bias = place(params.bias, problem.bias);
-    if (lane() == 3) rules.mask = place(params.mask, problem.mask);
-    if (lane() == 4) rules.sink = sm80::sink_of<Policy>(problem, index, head);
-    if (lane() < 4 && problem.dropout_stream.data != nullptr) {
-      view.stream[lane()] = static_cast<const uint32_t*>(
-          problem.dropout_stream.data)[batch_offset(problem.dropout_stream, index) +
-                                       head * problem.dropout_stream.head + lane()];
-    }
-  }
   // Fills in the plan of a unit, each lane its part.
   __device__ __forceinline__ void make_plan(Plan& plan, uint32_t unit) const {
     const Problem& problem = params.problem;
@@ -244,7 +199,7 @@ struct Planner {
     const Extent extent = extent_of(problem, index);
     const int cluster_row = work.tile * (kCluster * F::kRows);
     const int first_row = cluster_row + rank() * F::kRows;
-    if constexpr (Policy::kEverything) plan_rules(plan, extent, index, batch, head);
+    if constexpr (Policy::kEverything) plan_rules<T>(params, extent, index, batch, head, plan);
 
     // The first lanes look at the rows of a warpgroup each, the others at those of the cluster.
     const bool of_warpgroup = lane() < kWarpgroups;
@@ -385,13 +340,8 @@ struct Loader {
         const uint32_t barrier = shared_address(&shared.arrays_full[ring.stage()][w]);
         ptx::mbarrier_arrive_expecting(barrier, staging.bias_bytes + mask_bytes);
         const auto copy = [&](const TileMap& map, const Place& place, int bytes, uint32_t to) {
-          const int columns = bytes == 0 ? kKeys : min(kKeys, 64 * 128 * kKeys / bytes);
-#pragma unroll 1
-          for (int at = 0; at < bytes; at += 64 * 128) {
-            ptx::tma_load(to + at, &map.map, barrier,
-                          visit.tile * kKeys + at / (64 * 128) * columns, place.head,
-                          plan.first_row + 64 * w, place.batch);
-          }
+          copy_array<kKeys>(map, place, bytes, plan.first_row + 64 * w, visit.tile * kKeys, to,
+                            barrier);
         };
         const uint32_t arrays = shared_address(shared.arrays[ring.stage()][w]);
         copy(params.bias, plan.bias, staging.bias_bytes, arrays);
@@ -497,17 +447,6 @@ struct Loader {
     ptx::fence_proxy_async();
     __syncwarp();  // lane 0, which tells the consumers, waits for all lanes' zeros
   }
-};
-
-// Tiles of 64 rows of bias and mask as the accelerator leaves them: panels of 128 bytes a row, or
-// of fewer where that is all of it, one after the other. Its swizzle is TileLayout's permutation.
-template <int kKeys>
-struct PanelTiles {
-  template <class E>
-  struct Layout
-      : sm80::TileLayout<E, (kKeys * sm80::kSize<E> < 128 ? kKeys : 128 / sm80::kSize<E>)> {
-    static constexpr int kSpanStride = 64 * Layout::kRowBytes;
-  };
 };
 
 // One warpgroup.

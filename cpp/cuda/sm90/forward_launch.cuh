@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/maps.cuh"
 #include "cuda/sm90/forward.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/rules_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 
 namespace jaxflash::cuda::sm90 {
@@ -21,36 +21,6 @@ inline uint32_t section_heads(const Problem& problem, int64_t tiles, int64_t clu
   int64_t heads = tiles_of(least, group) * group;
   while (heads < total && total % heads != 0 && total % heads < least) heads += group;
   return static_cast<uint32_t>(std::min(heads, total));
-}
-
-// Which of bias and mask are copied in tiles of 64 rows, as far as a stage has room for them.
-inline sm80::ArrayStaging stage_arrays(const Problem& problem, const ForwardTile& tile) {
-  int room = tile.array_bytes();
-  const auto stage = [&](const Tensor& array) {
-    const int size = array_bytes(array.dtype), bytes = 64 * tile.keys * size;
-    const bool copied = array.data != nullptr && can_map(array, problem.key_length, size);
-    if (!copied || bytes > room) return 0;
-    room -= bytes;
-    return bytes;
-  };
-  sm80::ArrayStaging staging;
-  staging.bias_bytes = stage(problem.bias);
-  staging.mask_bytes = stage(problem.mask);
-  return staging;
-}
-
-// What the rules beyond ranges need. Arrays that the driver makes no map of are read from global
-// memory, as those are that are not copied anyway.
-inline Error prepare_rules(const ForwardTile& tile, ForwardParams& params, Stream stream) {
-  const Problem& problem = params.problem;
-  launch_maps(problem, tile.rows(), tile.keys, params.maps, stream);
-  params.staging = stage_arrays(problem, tile);
-  const auto make = [&](const Tensor& array, TileMap& map, int& bytes) {
-    if (bytes != 0 && make_array_map(problem, array, tile.keys, map) != nullptr) bytes = 0;
-  };
-  make(problem.bias, params.bias, params.staging.bias_bytes);
-  make(problem.mask, params.mask, params.staging.mask_bytes);
-  return text_of(cudaGetLastError());
 }
 
 template <class T, int D, int V, Reach kReach, class Policy>
@@ -97,7 +67,9 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
     error = text_of(cudaMemsetAsync(params.next_unit, 0, sizeof(uint32_t), stream));
   }
   if (error != nullptr) return error;
-  if (Policy::kEverything) error = prepare_rules(kTile, params, stream);
+  if (Policy::kEverything) {
+    error = prepare_rules(kTile.rows(), kTile.keys, kTile.array_bytes(), params, stream);
+  }
   if (error != nullptr) return error;
 
   const int64_t clusters = std::min<int64_t>(heads * tiles, processors / kTile.cluster);
