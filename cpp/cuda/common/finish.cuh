@@ -109,6 +109,21 @@ static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams pa
   }
 }
 
+// What the kernel adds to, or stores to: sums start from zero, and hidden tiles are not visited.
+inline Error clear_bias(const Tensor& cotangent, bool sums, const BiasFinishParams& bias,
+                        Stream stream) {
+  const DType dtype = sums ? DType::kF32 : bias.cotangent.dtype;
+  const int64_t size = dtype == DType::kF32 ? 4 : 2;
+  if (bias.elements == 0) return nullptr;
+  return text_of(cudaMemsetAsync(cotangent.data, 0, bias.elements * size, stream));
+}
+
+inline void finish_bias(const Tensor& sums, const BiasFinishParams& bias, Stream stream) {
+  if (bias.elements == 0) return;
+  bias_finish_kernel<<<tiles_of(bias.elements, 256), 256, 0, stream>>>(
+      static_cast<const float*>(sums.data), bias);
+}
+
 template <class T, int D>
 void finish_keys(const BackwardParams& params, Stream stream) {
   const Problem& problem = params.problem;

@@ -67,10 +67,12 @@ struct Wgmma;
 // Registers of d, as text and as operands.
 #define JAXFLASH_R8(a, b, c, d, e, f, g, h) \
   "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define JAXFLASH_R32                                             \
-  JAXFLASH_R8(0, 1, 2, 3, 4, 5, 6, 7)                            \
-  "," JAXFLASH_R8(8, 9, 10, 11, 12, 13, 14, 15) "," JAXFLASH_R8( \
-      16, 17, 18, 19, 20, 21, 22, 23) "," JAXFLASH_R8(24, 25, 26, 27, 28, 29, 30, 31)
+#define JAXFLASH_R16                  \
+  JAXFLASH_R8(0, 1, 2, 3, 4, 5, 6, 7) \
+  "," JAXFLASH_R8(8, 9, 10, 11, 12, 13, 14, 15)
+#define JAXFLASH_R32                                                                               \
+  JAXFLASH_R16 "," JAXFLASH_R8(16, 17, 18, 19, 20, 21, 22, 23) "," JAXFLASH_R8(24, 25, 26, 27, 28, \
+                                                                               29, 30, 31)
 #define JAXFLASH_R40 JAXFLASH_R32 "," JAXFLASH_R8(32, 33, 34, 35, 36, 37, 38, 39)
 #define JAXFLASH_R48 JAXFLASH_R40 "," JAXFLASH_R8(40, 41, 42, 43, 44, 45, 46, 47)
 #define JAXFLASH_R56 JAXFLASH_R48 "," JAXFLASH_R8(48, 49, 50, 51, 52, 53, 54, 55)
@@ -88,7 +90,8 @@ struct Wgmma;
 #define JAXFLASH_D8(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define JAXFLASH_D32 JAXFLASH_D8(0), JAXFLASH_D8(8), JAXFLASH_D8(16), JAXFLASH_D8(24)
+#define JAXFLASH_D16 JAXFLASH_D8(0), JAXFLASH_D8(8)
+#define JAXFLASH_D32 JAXFLASH_D16, JAXFLASH_D8(16), JAXFLASH_D8(24)
 #define JAXFLASH_D40 JAXFLASH_D32, JAXFLASH_D8(32)
 #define JAXFLASH_D48 JAXFLASH_D40, JAXFLASH_D8(40)
 #define JAXFLASH_D56 JAXFLASH_D48, JAXFLASH_D8(48)
@@ -137,6 +140,7 @@ struct Wgmma;
   JAXFLASH_WGMMA_TYPE(kBF16, "bf16", N, count, n0, n1, n2, n3, n4) \
   JAXFLASH_WGMMA_TYPE(kF16, "f16", N, count, n0, n1, n2, n3, n4)
 
+JAXFLASH_WGMMA(32, 16, 16, 17, 18, 19, 20)
 JAXFLASH_WGMMA(64, 32, 32, 33, 34, 35, 36)
 JAXFLASH_WGMMA(80, 40, 40, 41, 42, 43, 44)
 JAXFLASH_WGMMA(96, 48, 48, 49, 50, 51, 52)
@@ -147,6 +151,7 @@ JAXFLASH_WGMMA(192, 96, 96, 97, 98, 99, 100)
 JAXFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132)
 
 #undef JAXFLASH_R8
+#undef JAXFLASH_R16
 #undef JAXFLASH_R32
 #undef JAXFLASH_R40
 #undef JAXFLASH_R48
@@ -158,6 +163,7 @@ JAXFLASH_WGMMA(256, 128, 128, 129, 130, 131, 132)
 #undef JAXFLASH_R96
 #undef JAXFLASH_R128
 #undef JAXFLASH_D8
+#undef JAXFLASH_D16
 #undef JAXFLASH_D32
 #undef JAXFLASH_D40
 #undef JAXFLASH_D48

@@ -61,11 +61,8 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream);
     if (deterministic) cudaMemsetAsync(params.turns, 0, turns * sizeof(uint32_t), stream);
   }
-  if (params.bias_cotangent.data != nullptr && bias.elements > 0) {
-    // Sums start from zero, and hidden tiles are not visited.
-    const DType dtype = params.bias_sums ? DType::kF32 : bias.cotangent.dtype;
-    const int64_t size = dtype == DType::kF32 ? 4 : 2;
-    cudaMemsetAsync(params.bias_cotangent.data, 0, bias.elements * size, stream);
+  if (params.bias_cotangent.data != nullptr) {
+    clear_bias(params.bias_cotangent, params.bias_sums, bias, stream);
   }
   params.schedule.tiles = static_cast<uint32_t>(key_tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
@@ -94,10 +91,7 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     finish.padded_dim = D;
     finish_query<T>(finish, stream);
   }
-  if (params.bias_sums && bias.elements > 0) {
-    bias_finish_kernel<<<tiles_of(bias.elements, 256), 256, 0, stream>>>(
-        static_cast<const float*>(params.bias_cotangent.data), bias);
-  }
+  if (params.bias_sums) finish_bias(params.bias_cotangent, bias, stream);
   return text_of(cudaGetLastError());
 }
 

@@ -59,12 +59,20 @@
 //      tiles of keys of a head, which sums through distributed shared memory.
 //   3. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
 //   4. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
+//
+// All rules (the policy Everything): items that are hidden as a whole are passed over, which the
+// loader and the reader each find out on their own; consumers are told by the reader. Products
+// become logits by the rules that all kernels share, the transposed way. What of it the second
+// half of an item needs goes with the probabilities that wait for g: they are multiplied by the
+// slope of the soft cap, and negative where dropout has dropped them.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
+#include <type_traits>
 
 #include "attention/visibility.h"
+#include "cuda/common/rules.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -75,6 +83,7 @@
 #include "cuda/sm80/schedule.cuh"
 #include "cuda/sm90/block.cuh"
 #include "cuda/sm90/params.h"
+#include "cuda/sm90/rules.cuh"
 #include "cuda/sm90/tiles.h"
 
 namespace jaxflash::cuda::sm90 {
@@ -125,14 +134,22 @@ struct RowTerms {
   float reference, rest;
 };
 
+// An item whose rows have come, as consumers are told of it; Everything only.
+struct VisitedItem {
+  Item item;
+  int checks;
+  int last;  // whether there is none after it
+};
+
 // Rows [first, first + count) that see a key.
 struct KeyRows {
   int first, count;
 };
 
-template <class T, int D>
+template <class T, int D, class Policy>
 struct Backward {
-  static constexpr BackwardTile kTile = backward_tile(D);
+  static constexpr BackwardTile kTile =
+      Policy::kEverything ? everything_backward_tile(D) : backward_tile(D);
   static constexpr int kKeys = kTile.keys, kRows = kTile.rows, kStages = kTile.stages;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
@@ -147,10 +164,12 @@ struct Backward {
   static constexpr int kKeyBytes = kPanels * kKeyPanelBytes;
   static constexpr int kRowBytes = kPanels * kRowPanelBytes;
   static constexpr int kGradientBytes = kRows / 64 * kKeyPanelBytes;
-  // Query sums are made in pieces of 64 rows and columns, the first half of them by the first
-  // warpgroup.
-  static constexpr int kPieces = kRows / 64 * kPanels / BackwardTile::kWarpgroups;  // of each
-  static constexpr int kStripBytes = 16 * 64 * 4;                                   // of a warp
+  // Query sums are made in pieces of 64 rows and columns, or of half as many columns where there is
+  // but one of those; the first half of them by the first warpgroup.
+  static constexpr int kPieceColumns = kRows * D == 64 * 64 ? 32 : 64;
+  static constexpr int kRowPieces = D / kPieceColumns;  // of the same rows
+  static constexpr int kPieces = kRows / 64 * kRowPieces / BackwardTile::kWarpgroups;  // of each
+  static constexpr int kStripBytes = 16 * kPieceColumns * 4;                           // of a warp
   static constexpr int kMovedBytes = kBulk       ? kWarps * kStripBytes
                                      : kOwnsKeys ? 16
                                                  : kRows * kKeys * 2;
@@ -160,6 +179,11 @@ struct Backward {
   static_assert(kRows % 64 == 0 && D % 64 == 0);
   static_assert(kPieces == (kOwnsKeys ? 1 : 2));
   static_assert(kOwnsKeys || !kBulk);
+  // Of bias and mask; whole panels.
+  static constexpr int kArrayStages = kTile.array_stages;
+  static constexpr int kArrayWarps = kOwnsKeys ? kWarps : kWarps / 2;  // that read them
+  static_assert(kTile.array_bytes % 1024 == 0);
+  static_assert(!Policy::kEverything || kRows == 64, "tiles of bias and mask have 64 rows");
 
   // Barriers; `warps` stands for all consumer warps.
   //   keys_landed      the loader arrives, copies are counted; warps and the reader wait
@@ -172,7 +196,25 @@ struct Backward {
   //   gradients_empty  each warp arrives once its product of them is done; makers of d wait
   //   passed_full      each warp of the first warpgroup arrives; those of the second wait
   //   passed_empty     the other way round
-  struct Shared {
+  //   arrays_full      the loader arrives, copies are counted; warps that make p wait
+  //   arrays_empty     each of these arrives once it has read bias and mask; the loader waits
+  struct NoArrays {};
+  struct Arrays {
+    uint8_t arrays[kArrayStages][kTile.array_bytes];  // of bias and mask
+  };
+  struct NoRules {};
+  static constexpr int kItems = kStages + 2;
+  struct Rules {
+    PlanRules<Everything> plan;  // of the first head
+    // Of the heads of the items whose rows a stage has; the reader writes them ahead of rows_ready.
+    sm80::ScaledView views[kStages];
+    // Of these and of the item before them. The item that is read while a consumer is at one is the
+    // second after it at most.
+    VisitedItem items[kItems];
+    float keep_scale;  // of dropout
+    uint64_t arrays_full[kArrayStages], arrays_empty[kArrayStages];
+  };
+  struct Shared : std::conditional_t<Policy::kEverything, Arrays, NoArrays> {
     uint8_t key[kKeyBytes];
     uint8_t value[kKeyBytes];
     uint8_t query[kStages][kRowBytes];
@@ -187,14 +229,15 @@ struct Backward {
     uint64_t gradients_full[2], gradients_empty[2];
     uint64_t passed_full, passed_empty;
     BackwardPlan plan;
+    std::conditional_t<Policy::kEverything, Rules, NoRules> rules;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 };
 
 // Thread 0 fills in the block's plan.
-template <class T, int D>
+template <class T, int D, class Policy>
 __device__ __forceinline__ void make_plan(const BackwardParams& params, BackwardPlan& plan) {
-  using B = Backward<T, D>;
+  using B = Backward<T, D, Policy>;
   constexpr int kRows = B::kRows;
   const Problem& problem = params.problem;
   const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
@@ -208,8 +251,9 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   const Range keys = {first_key, first_key + B::kKeys};
   const Range any = rows_of_any_key(extent, keys);
   const Range every = rows_of_every_key(extent, keys);
-  // Rows past the query length need no checks: their probabilities are 0.
-  const bool to_the_end = every.end == extent.query_length;
+  // Rows past the query length need no checks: their probabilities are 0. With a bias they may be
+  // NaN.
+  const bool to_the_end = !Policy::kEverything && every.end == extent.query_length;
 
   plan.extent = extent;
   plan.first_key = static_cast<int>(first_key);
@@ -236,10 +280,82 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   plan.query_sums = (batch * problem.query_heads + head) * params.strips * (16 * D);
 }
 
-// The warp that has tiles copied; one lane of it.
+// Where a block finds its items, Everything only: those that no rule hides as a whole. All lanes of
+// a warp walk.
+template <class B>
+struct ItemWalk {
+  const BackwardParams& params;
+  const typename B::Shared& shared;
+  int heads;
+  Item item;
+  int checks = sm80::kHidden;  // of the item
+  sm80::TileScan scan = {};    // of its head
+
+  // At the first item.
+  __device__ __forceinline__ ItemWalk(const BackwardParams& params,
+                                      const typename B::Shared& shared)
+      : params(params), shared(shared), heads(shared.plan.heads), item{0, shared.plan.begin - 1} {
+    if (heads > 0) go_on();
+  }
+
+  __device__ __forceinline__ bool ends() const { return item.head >= heads; }
+
+  __device__ __forceinline__ void go_on() {
+    const BackwardPlan& plan = shared.plan;
+    while (true) {
+      const sm80::Visit visit =
+          scan.next(item.tile + 1, plan.end, [this](int tile) { return checks_of(tile); });
+      item.tile = visit.tile;
+      checks = visit.checks;
+      if (visit.tile < plan.end) return;
+      if (++item.head == heads) return;
+      item.tile = plan.begin - 1;
+      scan.count = 0;  // what it knows is of another head
+    }
+  }
+
+ private:
+  struct View {
+    const Extent& extent;
+    int64_t batch, mask_map;
+  };
+  __device__ __forceinline__ int checks_of(int tile) const {
+    const sm80::ScaledView& first = shared.rules.plan.view;
+    const View view = {first.extent, first.batch,
+                       first.mask_map + item.head * params.maps.mask.head};
+    return sm80::tile_checks<Everything, B::kRows, B::kKeys>(
+        params.problem, params.maps, view, tile,
+        static_cast<uint32_t>(shared.plan.first_key) / B::kKeys);
+  }
+};
+
+// Fills in what all rules need of the block; Everything only. All lanes of a warp call it.
 template <class T, int D>
+__device__ __forceinline__ void plan_items(const BackwardParams& params,
+                                           typename Backward<T, D, Everything>::Shared& shared) {
+  using B = Backward<T, D, Everything>;
+  const Problem& problem = params.problem;
+  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
+  const auto key_heads = static_cast<uint32_t>(problem.key_heads);
+  const uint32_t batch = work.head / key_heads;
+  const uint32_t head = (work.head - batch * key_heads) * params.group;
+  plan_rules<T>(params, shared.plan.extent, batch_index(problem, batch), batch, head,
+                shared.rules.plan);
+  const bool first_lane = (threadIdx.x & 31) == 0;
+  if (first_lane) {
+    shared.rules.keep_scale = static_cast<float>(dropout_keep_scale(problem.dropout_threshold));
+  }
+  __syncwarp();  // all lanes wait for the parts that tiles' checks need
+  const ItemWalk<B> walk(params, shared);
+  __syncwarp();  // lane 0 waits for all lanes to have read the plan
+  if (first_lane && walk.ends()) shared.plan.heads = 0;
+  if (first_lane) shared.rules.items[B::kItems - 1].item.head = -1;  // before the first
+}
+
+// The warp that has tiles copied; one lane of it, or all where they look for items.
+template <class T, int D, class Policy>
 struct BackwardLoader {
-  using B = Backward<T, D>;
+  using B = Backward<T, D, Policy>;
 
   const BackwardParams& params;
   typename B::Shared& shared;
@@ -254,33 +370,79 @@ struct BackwardLoader {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void copy_keys() const {
     const BackwardPlan& plan = shared.plan;
     const uint32_t keys = shared_address(&shared.keys_landed);
     ptx::mbarrier_arrive_expecting(keys, 2 * B::kKeyBytes);
     copy<B::kKeyPanelBytes>(params.key, plan.key, 0, plan.first_key, shared.key, keys);
     copy<B::kKeyPanelBytes>(params.value, plan.value, 0, plan.first_key, shared.value, keys);
+  }
+
+  __device__ __forceinline__ void copy_rows(const Item& item, uint32_t stage) const {
+    const BackwardPlan& plan = shared.plan;
+    const uint32_t landed = shared_address(&shared.rows_landed[stage]);
+    ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
+    copy<B::kRowPanelBytes>(params.query, plan.query, item.head, item.tile * B::kRows,
+                            shared.query[stage], landed);
+    copy<B::kRowPanelBytes>(params.cotangent, plan.cotangent, item.head, item.tile * B::kRows,
+                            shared.cotangent[stage], landed);
+  }
+
+  // Bias and mask of an item, as far as they are copied in tiles; of the mask only where it is
+  // looked at.
+  __device__ __forceinline__ void copy_arrays(const Item& item, int checks, uint32_t stage) const {
+    const sm80::ArrayStaging& staging = params.staging;
+    const int mask_bytes = checks & sm80::kCheckMask ? staging.mask_bytes : 0;
+    const uint32_t full = shared_address(&shared.rules.arrays_full[stage]);
+    const uint32_t arrays = shared_address(shared.arrays[stage]);
+    ptx::mbarrier_arrive_expecting(full, staging.bias_bytes + mask_bytes);
+    const auto copy = [&](const TileMap& map, Place place, const Tensor& array, int bytes,
+                          uint32_t to) {
+      if (array.head != 0) place.head += item.head;
+      copy_array<B::kKeys>(map, place, bytes, item.tile * B::kRows, shared.plan.first_key, to,
+                           full);
+    };
+    const PlanRules<Everything>& rules = shared.rules.plan;
+    copy(params.bias, rules.bias, params.problem.bias, staging.bias_bytes, arrays);
+    copy(params.mask, rules.mask, params.problem.mask, mask_bytes, arrays + staging.bias_bytes);
+  }
+
+  __device__ __forceinline__ void run() const {
+    const BackwardPlan& plan = shared.plan;
+    copy_keys();
     Ring<B::kStages> rows;
 #pragma unroll 1
     for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
-      const uint32_t stage = rows.stage();
-      wait(shared.rows_empty[stage], rows.parity() ^ 1);
-      const uint32_t landed = shared_address(&shared.rows_landed[stage]);
-      ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
-      copy<B::kRowPanelBytes>(params.query, plan.query, item.head, item.tile * B::kRows,
-                              shared.query[stage], landed);
-      copy<B::kRowPanelBytes>(params.cotangent, plan.cotangent, item.head, item.tile * B::kRows,
-                              shared.cotangent[stage], landed);
+      wait(shared.rows_empty[rows.stage()], rows.parity() ^ 1);
+      copy_rows(item, rows.stage());
       rows.advance();
+    }
+  }
+  // Likewise, by all lanes.
+  __device__ __forceinline__ void run_everything() const {
+    const bool copies = (threadIdx.x & 31) == 0;
+    const bool has_arrays = params.staging.bias_bytes + params.staging.mask_bytes != 0;
+    if (copies) copy_keys();
+    Ring<B::kStages> rows;
+    Ring<B::kArrayStages> arrays;
+#pragma unroll 1
+    for (ItemWalk<B> walk(params, shared); !walk.ends(); walk.go_on()) {
+      wait(shared.rows_empty[rows.stage()], rows.parity() ^ 1);
+      if (copies) copy_rows(walk.item, rows.stage());
+      rows.advance();
+      if (!has_arrays) continue;
+      wait(shared.rules.arrays_empty[arrays.stage()], arrays.parity() ^ 1);
+      if (copies) copy_arrays(walk.item, walk.checks, arrays.stage());
+      arrays.advance();
     }
   }
 };
 
 // The warp that reads the rows' statistics, and clears rows and keys that must not count: products
 // with probabilities of 0 need not be 0.
-template <class T, int D>
+template <class T, int D, class Policy>
 struct BackwardReader {
-  using B = Backward<T, D>;
+  using B = Backward<T, D, Policy>;
   static constexpr int kLaneRows = B::kRows / 32;
 
   const BackwardParams& params;
@@ -327,15 +489,59 @@ struct BackwardReader {
             load(params.delta, plan.delta, head, row)};
   }
 
+  // What logits are held in units of.
+  __device__ __forceinline__ float logit_unit() const {
+    if constexpr (Policy::kEverything) return shared.rules.plan.view.scaling.unit.nats;
+    return shared.plan.scale;
+  }
+
   // Logits are taken relative to their maximum before they are rounded to exponents: both may be
   // huge. What that loses of the maximum, in units of the scale, goes to the rest.
   __device__ __forceinline__ RowTerms terms_of(const Statistic& x) const {
     if (x.logit_max == sm80::minus_infinity()) return {0.f, sm80::minus_infinity()};
-    const float scale = shared.plan.scale;
+    const float scale = logit_unit();
     const bool normal = fabsf(scale) >= FLT_MIN;  // else 1 / scale may be infinite
     const float reference = normal ? -x.logit_max / scale : 0.f;
     const float rounding = fmaf(reference, scale, x.logit_max);
     return {reference, kShift - (x.log_sum + rounding) * sm80::kLog2E};
+  }
+
+  // The rows of an item, which `begin(stage)` is told of once its stage is free.
+  template <class Begin>
+  __device__ __forceinline__ void read(const Item& item, Ring<B::kStages>& rows,
+                                       const Begin& begin) const {
+    const uint32_t stage = rows.stage();
+    const int first_row = item.tile * B::kRows;
+    Statistic x[kLaneRows];  // read before the stage is free
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      x[i] = statistic_of(item.head, first_row + 32 * i + lane());
+    }
+    wait(shared.rows_empty[stage], rows.parity() ^ 1);
+    begin(stage);
+    bool landed = false;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      const int row = 32 * i + lane();
+      shared.terms[stage][row] = terms_of(x[i]);
+      const bool dead = x[i].logit_max == sm80::minus_infinity();
+      shared.delta[stage][row] = dead ? 0.f : x[i].delta * kUnshift;
+      uint32_t cleared =
+          __ballot_sync(0xffffffffu, dead && first_row + row < params.problem.query_length);
+      if (cleared != 0 && !landed) {
+        wait(shared.rows_landed[stage], rows.parity());
+        landed = true;
+      }
+#pragma unroll 1
+      for (; cleared != 0; cleared &= cleared - 1) {
+        clear_row<B::kRowPanelBytes>(shared.query[stage], shared.cotangent[stage],
+                                     32 * i + __ffs(cleared) - 1);
+      }
+    }
+    if (landed) ptx::fence_proxy_async();
+    __syncwarp();  // lane 0 waits for all lanes' terms and zeros
+    if (lane() == 0) arrive(shared.rows_ready[stage]);
+    rows.advance();
   }
 
   __device__ __forceinline__ void run() const {
@@ -344,61 +550,81 @@ struct BackwardReader {
     Ring<B::kStages> rows;
 #pragma unroll 1
     for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
-      const uint32_t stage = rows.stage();
-      const int first_row = item.tile * B::kRows;
-      Statistic x[kLaneRows];  // read before the stage is free
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        x[i] = statistic_of(item.head, first_row + 32 * i + lane());
-      }
-      wait(shared.rows_empty[stage], rows.parity() ^ 1);
-      bool landed = false;
-#pragma unroll
-      for (int i = 0; i < kLaneRows; ++i) {
-        const int row = 32 * i + lane();
-        shared.terms[stage][row] = terms_of(x[i]);
-        const bool dead = x[i].logit_max == sm80::minus_infinity();
-        shared.delta[stage][row] = dead ? 0.f : x[i].delta * kUnshift;
-        uint32_t cleared =
-            __ballot_sync(0xffffffffu, dead && first_row + row < params.problem.query_length);
-        if (cleared != 0 && !landed) {
-          wait(shared.rows_landed[stage], rows.parity());
-          landed = true;
-        }
+      read(item, rows, [](uint32_t) {});
+    }
+  }
+
+  // Writes the view of a query head, counted from the block's first.
+  __device__ __forceinline__ void look_at(int head, sm80::ScaledView& view) const {
+    const Problem& problem = params.problem;
+    const sm80::ScaledView& first = shared.rules.plan.view;
+    if (lane() == 0) {
+      view = first;
+      view.head += head;
+      sm80::find_arrays<Policy>(problem, params.maps, view);
+    }
+    __syncwarp();  // all lanes wait for lane 0's copy, of which they change a part
+    if (lane() < 4 && problem.dropout_stream.data != nullptr) {
+      const Tensor& stream = problem.dropout_stream;
+      view.stream[lane()] = static_cast<const uint32_t*>(
+          stream.data)[batch_offset(stream, view.index) + view.head * stream.head + lane()];
+    }
+  }
+  // Likewise where tiles are looked for.
+  __device__ __forceinline__ void run_everything() const {
+    auto& rules = shared.rules;
+    clear_keys();
+    Ring<B::kStages> rows;
+    uint32_t count = 0;
+    ItemWalk<B> next(params, shared);
 #pragma unroll 1
-        for (; cleared != 0; cleared &= cleared - 1) {
-          clear_row<B::kRowPanelBytes>(shared.query[stage], shared.cotangent[stage],
-                                       32 * i + __ffs(cleared) - 1);
+    for (; !next.ends(); ++count) {
+      const Item item = next.item;
+      const int checks = next.checks;
+      next.go_on();
+      const bool last = next.ends();
+      read(item, rows, [&](uint32_t stage) {
+        sm80::ScaledView& view = rules.views[stage];
+        const int64_t head = rules.plan.view.head + item.head;
+        if (count < B::kStages || view.head != head) look_at(item.head, view);
+        if (lane() == 0) {
+          rules.items[count % B::kItems] = {item, checks | rules.plan.checks, last};
         }
-      }
-      if (landed) ptx::fence_proxy_async();
-      __syncwarp();  // lane 0 waits for all lanes' terms and zeros
-      if (lane() == 0) arrive(shared.rows_ready[stage]);
-      rows.advance();
+        __syncwarp();  // all lanes wait for the view
+        sm80::prefetch_rules<B::kRows, B::kKeys, 32>(params.problem, view, params.staging, checks,
+                                                     item.tile * B::kRows, shared.plan.first_key);
+      });
     }
   }
 };
 
 // What both kinds of consumer warpgroup do.
-template <class T, int D>
+template <class T, int D, class Policy>
 struct BackwardConsumer {
-  using B = Backward<T, D>;
-  using LogitProduct = ptx::Wgmma<B::kType, B::kRows>;  // of 64 keys
-  using SumProduct = ptx::Wgmma<B::kType, D>;           // of 64 keys
-  using PieceProduct = ptx::Wgmma<B::kType, 64>;        // of 64 rows
-  static constexpr int kLogits = B::kRows / 2;          // a thread
-  // Where a warpgroup has both sums, registers are short: probabilities of 32 rows at a time become
-  // operands.
-  static constexpr int kParts = B::kOwnsKeys ? B::kRows / 32 : 1, kPartRows = B::kRows / kParts;
+  using B = Backward<T, D, Policy>;
+  using LogitProduct = ptx::Wgmma<B::kType, B::kRows>;          // of 64 keys
+  using SumProduct = ptx::Wgmma<B::kType, D>;                   // of 64 keys
+  using PieceProduct = ptx::Wgmma<B::kType, B::kPieceColumns>;  // of 64 rows
+  static constexpr int kLogits = B::kRows / 2;                  // a thread
+  // Where a warpgroup has both sums, or all rules are applied, registers are short: probabilities
+  // of 32 rows at a time become operands.
+  static constexpr int kParts = Policy::kEverything ? B::kRows / 16
+                                : B::kOwnsKeys      ? B::kRows / 32
+                                                    : 1;
+  static constexpr int kPartRows = B::kRows / kParts;
   using Logits = float[kLogits];
   using Operand = uint32_t[kLogits / 2];
   using Sum = float[D / 2];
-  using Piece = float[32];
+  using Piece = float[B::kPieceColumns / 2];
 
   const BackwardParams& params;
   typename B::Shared& shared;
   int warpgroup;
   uint32_t count = 0;  // items done; stages and parities follow from it
+
+  // What make_probabilities found of a part: slopes of the soft cap, and what dropout keeps.
+  float slope[kPartRows / 2];
+  sm80::KeptBits<1, kPartRows / 8> kept;
 
   // Read anew each time: registers are short.
   __device__ __forceinline__ int thread() const { return ptx::thread_index() & 127; }
@@ -446,6 +672,20 @@ struct BackwardConsumer {
     release(shared.gradients_empty[last_gradients().stage()]);
   }
 
+  // The item that is `ahead` of the current one, which has none before the first.
+  __device__ __forceinline__ const VisitedItem& visited(int ahead) const {
+    return shared.rules.items[(count + ahead) % B::kItems];
+  }
+  __device__ __forceinline__ bool is_last(const Item& item) const {
+    if constexpr (Policy::kEverything) return visited(0).last;
+    return shared.plan.is_last(item);
+  }
+  // Head -1: there is none.
+  __device__ __forceinline__ Item item_before(const Item& item) const {
+    if constexpr (Policy::kEverything) return visited(-1).item;
+    return shared.plan.before(item);
+  }
+
   // Starts d = keys rows^T, for this warpgroup's keys of a tile. Both operands have their k-steps
   // of 16 columns 32 bytes apart within a panel's rows.
   __device__ __forceinline__ void multiply_rows(const void* keys, const void* of_rows,
@@ -476,24 +716,28 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Of this warpgroup's piece `i`: its 64 rows and columns among those of the tile.
+  // Of this warpgroup's piece `i`: its rows and columns among those of the tile.
   __device__ __forceinline__ int piece_rows(int i) const {
-    return (warpgroup * B::kPieces + i) / B::kPanels;
+    return (warpgroup * B::kPieces + i) / B::kRowPieces;
   }
   __device__ __forceinline__ int piece_columns(int i) const {
-    return (warpgroup * B::kPieces + i) % B::kPanels;
+    return (warpgroup * B::kPieces + i) % B::kRowPieces;
   }
 
   // Starts q = gradients^T key, over all keys, for a piece. Both operands are walked down their
-  // rows: of gradients one panel, the piece's rows; of keys one, its columns. k-steps of 16 keys
-  // are 2048 bytes apart.
+  // rows: of gradients one panel, the piece's rows; of keys one or half of one, its columns.
+  // k-steps of 16 keys are 2048 bytes apart.
   __device__ __forceinline__ void start_piece(int i, Piece& q) const {
     const uint64_t a =
         ptx::matrix_descriptor(shared_address(shared.gradients[last_gradients().stage()]) +
                                    piece_rows(i) * B::kKeyPanelBytes,
                                B::kKeyPanelBytes);
-    const uint64_t b = ptx::matrix_descriptor(
-        shared_address(shared.key) + piece_columns(i) * B::kKeyPanelBytes, B::kKeyPanelBytes);
+    constexpr int kInPanel = 64 / B::kPieceColumns;
+    const int column = piece_columns(i);
+    const uint64_t b =
+        ptx::matrix_descriptor(shared_address(shared.key) + column / kInPanel * B::kKeyPanelBytes +
+                                   column % kInPanel * (B::kPieceColumns * 2),
+                               B::kKeyPanelBytes);
 #pragma unroll
     for (int step = 0; step < B::kKeys / 16; ++step) {
       PieceProduct::of_transposed(q, a + (step * 16 * 128 >> 4), b + (step * 16 * 128 >> 4),
@@ -506,18 +750,19 @@ struct BackwardConsumer {
   // rows and 8 blocks of 8 columns, is contiguous there, in the order of accumulators: elements 4j
   // .. 4j + 3 of lane l at 128 j + 4 l.
   __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
-    const Item item = shared.plan.before(next);
+    const Item item = item_before(next);
     const int strip = item.tile * (B::kRows / 16) + piece_rows(i) * 4 + warp();
     if (params.query_sums == nullptr || item.head < 0 || strip >= params.strips) return;
     float* const to = params.query_sums + shared.plan.query_sums +
-                      (item.head * params.strips + strip) * (16 * D) + piece_columns(i) * 1024;
+                      (item.head * params.strips + strip) * (16 * D) +
+                      piece_columns(i) * (16 * B::kPieceColumns);
     if constexpr (B::kBulk) {
       const uint32_t from =
           shared_address(shared.moved) + (4 * warpgroup + warp()) * B::kStripBytes;
       if (lane() == 0) ptx::bulk_wait_read();
       __syncwarp();  // all lanes wait until the last strip has been read
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < B::kPieceColumns / 8; ++j) {
         ptx::store_shared_4(from + 512 * j + 16 * lane(),
                             {__float_as_uint(q[4 * j]), __float_as_uint(q[4 * j + 1]),
                              __float_as_uint(q[4 * j + 2]), __float_as_uint(q[4 * j + 3])});
@@ -530,7 +775,7 @@ struct BackwardConsumer {
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      for (int j = 0; j < B::kPieceColumns / 8; ++j) {
         ptx::add_global_4(to + 128 * j + 4 * lane(),
                           {q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]});
       }
@@ -539,9 +784,13 @@ struct BackwardConsumer {
 
   // From products to probabilities, of a part of the rows. A thread has rows 8j + 2 * (lane % 4)
   // and the next, of two keys each.
-  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) const {
+  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) {
     const BackwardPlan& plan = shared.plan;
-    const float unit = plan.scale * sm80::kLog2E;
+    float unit = plan.scale * sm80::kLog2E;
+    if constexpr (Policy::kEverything) {
+      unit = shared.rules.plan.view.scaling.unit.nats * sm80::kLog2E;
+      apply_rules(part, s);
+    }
     const uint32_t terms =
         shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
 #pragma unroll
@@ -557,6 +806,79 @@ struct BackwardConsumer {
     if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) {
       hide_outside(item, part, s);
     }
+  }
+
+  // As rules.cuh has accumulators whose rows are keys: one strip of them.
+  template <int kRows>
+  using Strip = float[1][kRows / 8][4];
+  template <int kRows>
+  __device__ __forceinline__ sm80::KeysDownPlace strip_place(int part) const {
+    return {{visited(0).item.tile * B::kRows, shared.plan.first_key, kRows * part,
+             first_key() + 16 * warp(), sm80::lane_now()}};
+  }
+  __device__ __forceinline__ bool drops() const {
+    return Policy::kEverything && params.problem.dropout_threshold != 0;
+  }
+
+  // Products to logits by all rules but ranges, of a part of the rows.
+  __device__ __forceinline__ void apply_rules(int part, Logits& s) {
+    const sm80::ScaledView& view = shared.rules.views[stage()];
+    const auto place = strip_place<kPartRows>(part);
+    const int checks = uniform(visited(0).checks);
+    const sm80::ArrayTiles arrays = wait_for_arrays();
+#pragma unroll
+    for (float& x : slope) x = 1.f;
+    if (checks != 0) {
+      sm80::apply_rules<T, Policy, PanelTiles<B::kKeys>>(
+          params.problem, view, checks, arrays, place,
+          [this](int, int block, int element, float of) { slope[4 * block + element] = of; },
+          reinterpret_cast<Strip<kPartRows>&>(s[kPartRows / 2 * part]));
+    }
+    if (part == kParts - 1) release_arrays();
+    if (drops()) kept.draw(params.problem, view, place);
+  }
+
+  // The tiles of bias and mask that are copied, once they have come.
+  __device__ __forceinline__ bool has_arrays() const {
+    return params.staging.bias_bytes + params.staging.mask_bytes != 0;
+  }
+  __device__ __forceinline__ uint32_t array_stage() const { return count % B::kArrayStages; }
+  __device__ __forceinline__ sm80::ArrayTiles wait_for_arrays() const {
+    if (!has_arrays()) return {0, 0};
+    wait(shared.rules.arrays_full[array_stage()], count / B::kArrayStages & 1);
+    return sm80::array_tiles(params.staging, shared_address(shared.arrays[array_stage()]), 0);
+  }
+  __device__ __forceinline__ void release_arrays() const {
+    if (has_arrays()) release_all_lanes(shared.rules.arrays_empty[array_stage()]);
+  }
+
+  // Of a part's probabilities: those that values' sums are made of, but for what dropout multiplies
+  // those by that it keeps, and those that wait for g.
+  __device__ __forceinline__ float weight(int part, const Logits& p, int i) const {
+    return drops() && !is_kept(part, i) ? 0.f : p[i];
+  }
+  __device__ __forceinline__ float waiting(int part, const Logits& p, int i) const {
+    if constexpr (!Policy::kEverything) return p[i];
+    // A slope may be a rounding below 0.
+    const float x = fabsf(p[i] * slope[i - kPartRows / 2 * part]);
+    return drops() && !is_kept(part, i) ? -x : x;
+  }
+  __device__ __forceinline__ bool is_kept(int part, int i) const {
+    const int in_part = i - kPartRows / 2 * part;
+    return kept.kept(0, in_part / 4, in_part % 4);
+  }
+  __device__ __forceinline__ void pack_weights(const Logits& p, int part, Operand& a) const {
+#pragma unroll
+    for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
+      a[i] = sm80::pack(T(), weight(part, p, 2 * i), weight(part, p, 2 * i + 1));
+    }
+  }
+  // Elements 4j .. 4j + 3.
+  __device__ __forceinline__ uint2 pack_waiting(const Logits& p, int part, int j) const {
+    const auto pair = [&](int i) {
+      return ptx::pack_f16(waiting(part, p, i), waiting(part, p, i + 1));
+    };
+    return {pair(4 * j), pair(4 * j + 2)};
   }
 
   // Zeros where a row does not see a key.
@@ -579,6 +901,8 @@ struct BackwardConsumer {
   __device__ __forceinline__ void make_gradients(const POf& p_of, Logits& g) const {
     const uint32_t deltas =
         shared_address(shared.delta[stage()]) + 2 * (lane() & 3) * sizeof(float);
+    float unshift = kUnshift;
+    if constexpr (Policy::kEverything) unshift *= shared.rules.keep_scale;
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
       const uint2 two = ptx::load_shared_2(deltas + 8 * j * sizeof(float));
@@ -587,9 +911,30 @@ struct BackwardConsumer {
       for (int i = 0; i < 4; ++i) {
         const float delta = __uint_as_float(i % 2 == 0 ? two.x : two.y);
         const uint32_t word = i < 2 ? p.x : p.y;
-        g[4 * j + i] = sm80::float_of(F16(), i % 2 == 0 ? word & 0xffff : word >> 16) *
-                       fmaf(g[4 * j + i], kUnshift, -delta);
+        const uint32_t bits = i % 2 == 0 ? word & 0xffff : word >> 16;
+        float& x = g[4 * j + i];
+        if constexpr (Policy::kEverything) {
+          const float kept = word >> (15 + 16 * (i % 2)) & 1 ? 0.f : x;
+          x = fabsf(sm80::float_of(F16(), bits)) * fmaf(kept, unshift, -delta);
+        } else {
+          x = sm80::float_of(F16(), bits) * fmaf(x, unshift, -delta);
+        }
       }
+    }
+    if constexpr (Policy::kEverything) {
+      if (params.bias_cotangent.data != nullptr) take_bias_cotangent(g);
+    }
+  }
+
+  // The bias's share of the gradients.
+  __device__ __forceinline__ void take_bias_cotangent(const Logits& g) const {
+    const sm80::ScaledView& view = shared.rules.views[stage()];
+    const auto place = strip_place<B::kRows>(0);
+    const auto& strip = reinterpret_cast<const Strip<B::kRows>&>(g);
+    if (params.bias_sums) {
+      sm80::add_bias_cotangent(params.problem, params.bias_cotangent, view, place, strip);
+    } else {
+      sm80::store_bias_cotangent(params.problem, params.bias_cotangent, view, place, strip);
     }
   }
 
@@ -687,33 +1032,82 @@ struct BackwardConsumer {
           params.problem.head_dim);
   }
   __device__ __forceinline__ void store_value(const Sum& sum) const {
-    store(sum, kUnshift, params.value_cotangent, shared.plan.value_cotangent,
+    float unshift = kUnshift;
+    if constexpr (Policy::kEverything) unshift *= shared.rules.keep_scale;
+    store(sum, unshift, params.value_cotangent, shared.plan.value_cotangent,
           params.problem.value_dim);
   }
 
   // Calls `step` with each item, then adds what is left.
   template <class Step>
   __device__ __forceinline__ void for_each_item(const Step& step) {
-    const BackwardPlan& plan = shared.plan;
-    Item item = plan.first();
+    if constexpr (Policy::kEverything) {
+      for_each_visible_item(step);
+    } else {
+      const BackwardPlan& plan = shared.plan;
+      Item item = plan.first();
 #pragma unroll 1
-    for (; item.head < plan.heads; item = plan.after(item)) {
-      count = uniform(count);  // descriptors are made of it, and belong in uniform registers
-      step(item);
+      for (; item.head < plan.heads; item = plan.after(item)) {
+        count = uniform(count);  // descriptors are made of it, and belong in uniform registers
+        step(item);
+        ++count;
+      }
+      finish_pieces(item);
+    }
+  }
+  // Likewise with those that the reader has found.
+  template <class Step>
+  __device__ __forceinline__ void for_each_visible_item(const Step& step) {
+    for (bool last = shared.plan.heads == 0; !last;) {
+      count = uniform(count);
+      wait(shared.rows_ready[stage()], count / B::kStages & 1);
+      last = uniform(visited(0).last) != 0;
+      step({uniform(visited(0).item.head), uniform(visited(0).item.tile)});
       ++count;
     }
-    finish_pieces(item);
+    finish_pieces({});
   }
 };
 
 // A warpgroup that has both sums of its 64 keys.
-template <class T, int D>
-struct KeyOwner : BackwardConsumer<T, D> {
-  using C = BackwardConsumer<T, D>;
+template <class T, int D, class Policy>
+struct KeyOwner : BackwardConsumer<T, D, Policy> {
+  using C = BackwardConsumer<T, D, Policy>;
   typename C::Sum key_sum, value_sum;
   // At the beginning of a step the products that its probabilities come of: each starts the next
   // one's, which come while query sums are added.
   typename C::Logits p;
+
+  // Probabilities wait for g in registers. All rules leave none for that: in the place of the
+  // warp's strip of query sums.
+  static constexpr bool kKeepsInRegisters = !Policy::kEverything || D < 128;
+  static_assert(kKeepsInRegisters || C::B::kBulk);
+  __device__ __forceinline__ uint32_t place_of_kept(int j) const {
+    const int warp = 4 * this->warpgroup + this->warp();
+    return shared_address(this->shared.moved) + warp * C::B::kStripBytes +
+           (32 * j + this->lane()) * 8;
+  }
+  __device__ __forceinline__ void keep(const typename C::Logits& p, int part,
+                                       typename C::Operand& kept) const {
+    if (!kKeepsInRegisters && part == 0) {
+      if (this->lane() == 0) ptx::bulk_wait_read();
+      __syncwarp();  // all lanes wait until the last strip has been read
+    }
+#pragma unroll
+    for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
+      const uint2 two = this->pack_waiting(p, part, j);
+      if constexpr (kKeepsInRegisters) {
+        kept[2 * j] = two.x;
+        kept[2 * j + 1] = two.y;
+      } else {
+        ptx::store_shared_2(place_of_kept(j), two);
+      }
+    }
+  }
+  __device__ __forceinline__ uint2 kept_of(const typename C::Operand& kept, int j) const {
+    if constexpr (kKeepsInRegisters) return {kept[2 * j], kept[2 * j + 1]};
+    return ptx::load_shared_2(place_of_kept(j));
+  }
 
   __device__ __forceinline__ void start() {
     if (this->shared.plan.heads == 0) return;
@@ -734,15 +1128,15 @@ struct KeyOwner : BackwardConsumer<T, D> {
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
       this->make_probabilities(item, part, p);
-      C::template pack<T>(p, part, p_operand);
-      C::template pack<F16>(p, part, p_kept);
+      this->pack_weights(p, part, p_operand);
+      keep(p, part, p_kept);
       ptx::wgmma_fence();
       this->add_rows(p_operand, this->cotangent(), C::kPartRows * part, C::kPartRows * (part + 1),
                      value_sum);
     }
     ptx::wgmma_wait<C::kParts>();
     ptx::pin_registers(g);
-    this->make_gradients([&](int j) { return uint2{p_kept[2 * j], p_kept[2 * j + 1]}; }, g);
+    this->make_gradients([&](int j) { return kept_of(p_kept, j); }, g);
     C::pack(g, g_operand);
     this->store_gradients(g_operand, this->next_gradients());
 
@@ -753,7 +1147,7 @@ struct KeyOwner : BackwardConsumer<T, D> {
     this->wait_for_gradients();
     ptx::wgmma_fence();
     this->start_piece(0, q);
-    if (!this->shared.plan.is_last(item)) this->wait_for_rows(1);
+    if (!this->is_last(item)) this->wait_for_rows(1);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(g_operand);
     this->release_rows();
@@ -779,23 +1173,22 @@ struct KeyOwner : BackwardConsumer<T, D> {
 };
 
 // A warpgroup that has one of the sums of 64 keys: the values' (the first) or the keys'.
-template <class T, int D, bool kOfValues>
-struct SumOwner : BackwardConsumer<T, D> {
-  using C = BackwardConsumer<T, D>;
+template <class T, int D, class Policy, bool kOfValues>
+struct SumOwner : BackwardConsumer<T, D, Policy> {
+  using C = BackwardConsumer<T, D, Policy>;
   typename C::Sum sum;
 
   // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
     return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
   }
-  __device__ __forceinline__ void pass(const typename C::Logits& p) const {
-    wait(this->shared.passed_empty, (this->count & 1) ^ 1);
+  __device__ __forceinline__ void pass(const typename C::Logits& p, int part) const {
+    if (part == 0) wait(this->shared.passed_empty, (this->count & 1) ^ 1);
 #pragma unroll
-    for (int j = 0; j < C::kLogits / 4; ++j) {
-      ptx::store_shared_2(passed(j), {ptx::pack_f16(p[4 * j], p[4 * j + 1]),
-                                      ptx::pack_f16(p[4 * j + 2], p[4 * j + 3])});
+    for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
+      ptx::store_shared_2(passed(j), this->pack_waiting(p, part, j));
     }
-    this->release_all_lanes(this->shared.passed_full);
+    if (part == C::kParts - 1) this->release_all_lanes(this->shared.passed_full);
   }
   __device__ __forceinline__ void take_gradients(typename C::Logits& g) const {
     wait(this->shared.passed_full, this->count & 1);
@@ -815,9 +1208,12 @@ struct SumOwner : BackwardConsumer<T, D> {
       this->start_piece(0, first);
       ptx::wgmma_wait<1>();
       ptx::pin_registers(p);
-      this->make_probabilities(item, 0, p);
-      pass(p);
-      C::pack(p, operand);
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) {
+        this->make_probabilities(item, part, p);
+        pass(p, part);
+        this->pack_weights(p, part, operand);
+      }
     } else {
       typename C::Logits g;
       this->multiply_rows(this->shared.value, this->cotangent(), g);
@@ -853,10 +1249,10 @@ struct SumOwner : BackwardConsumer<T, D> {
   }
 };
 
-template <class T, int D>
-__global__ void __launch_bounds__(Backward<T, D>::kThreads, 1)
+template <class T, int D, class Policy>
+__global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
-  using B = Backward<T, D>;
+  using B = Backward<T, D, Policy>;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& shared = *reinterpret_cast<typename B::Shared*>(memory);
 
@@ -876,10 +1272,16 @@ __global__ void __launch_bounds__(Backward<T, D>::kThreads, 1)
     }
     init(shared.passed_full, B::kWarps / 2);
     init(shared.passed_empty, B::kWarps / 2);
+    if constexpr (Policy::kEverything) {
+      for (int stage = 0; stage < B::kArrayStages; ++stage) {
+        init(shared.rules.arrays_full[stage], 1);
+        init(shared.rules.arrays_empty[stage], B::kArrayWarps);
+      }
+    }
     ptx::fence_mbarrier_init();
   }
   // A warp for each, so that one need not wait for the other: barriers above, the plan here.
-  if (threadIdx.x == 32) make_plan<T, D>(params, shared.plan);
+  if (threadIdx.x == 32) make_plan<T, D, Policy>(params, shared.plan);
   __syncthreads();  // all threads wait for barriers and plan
   if (threadIdx.x >= 128 && threadIdx.x < 128 + B::kKeys) {
     const int key = threadIdx.x - 128;
@@ -888,21 +1290,31 @@ __global__ void __launch_bounds__(Backward<T, D>::kThreads, 1)
     shared.key_rows[key] = {static_cast<int>(seen.begin),
                             static_cast<int>(max_of(seen.end - seen.begin, 0))};
   }
-  __syncthreads();  // all threads wait for key_rows
+  if constexpr (Policy::kEverything) {
+    if (threadIdx.x < 32) plan_items<T, D>(params, shared);
+  }
+  __syncthreads();  // all threads wait for key_rows, and what all rules need
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
     ptx::give_registers<B::kProducerRegisters>();
-    if (warp == 0 && threadIdx.x == 0) BackwardLoader<T, D>{params, shared}.run();
-    if (warp == 1) BackwardReader<T, D>{params, shared}.run();
+    const BackwardLoader<T, D, Policy> loader = {params, shared};
+    const BackwardReader<T, D, Policy> reader = {params, shared};
+    if constexpr (Policy::kEverything) {
+      if (warp == 0) loader.run_everything();
+      if (warp == 1) reader.run_everything();
+    } else {
+      if (warp == 0 && threadIdx.x == 0) loader.run();
+      if (warp == 1) reader.run();
+    }
   } else {
     ptx::take_registers<B::kConsumerRegisters>();
     if constexpr (B::kOwnsKeys) {
-      KeyOwner<T, D>{{params, shared, warp / 4 - 1}}.run();
+      KeyOwner<T, D, Policy>{{params, shared, warp / 4 - 1}}.run();
     } else if (warp < 8) {
-      SumOwner<T, D, true>{{params, shared, 0}}.run();
+      SumOwner<T, D, Policy, true>{{params, shared, 0}}.run();
     } else {
-      SumOwner<T, D, false>{{params, shared, 1}}.run();
+      SumOwner<T, D, Policy, false>{{params, shared, 1}}.run();
     }
   }
 }

@@ -5,6 +5,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/launch.h"
+#include "cuda/sm90/rules_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
 
 namespace jaxflash::cuda::sm90 {
@@ -21,14 +22,14 @@ inline uint32_t section_key_heads(int64_t key_heads, int64_t tiles) {
   return static_cast<uint32_t>(std::min(heads, key_heads));
 }
 
-template <class T, int D>
-Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cursor& cursor,
-                      bool launch, Stream stream) {
+template <class T, int D, class Policy>
+Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
+                      sm80::BiasFinishParams bias, Cursor& cursor, bool launch, Stream stream) {
   static KernelCache cache;
-  using B = Backward<T, D>;
+  using B = Backward<T, D, Policy>;
   constexpr BackwardTile kTile = B::kTile;
   constexpr int kShared = sizeof(typename B::Shared);
-  const auto kernel = backward_kernel<T, D>;
+  const auto kernel = backward_kernel<T, D, Policy>;
   const Problem& problem = params.problem;
   const int64_t query_heads = problem.batches * problem.query_heads;
   const int64_t key_heads = problem.batches * problem.key_heads;
@@ -40,6 +41,10 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cur
   params.strips = tiles_of(problem.query_length, 16);
   const int64_t sums = query_heads * params.strips * 16 * D;
   if (wants_query) params.query_sums = cursor.take<float>(sums);
+  if (Policy::kEverything) {
+    params.maps = take_maps(problem, kTile.rows, kTile.keys, cursor);
+    if (params.bias_sums) params.bias_cotangent.data = cursor.take<float>(bias.elements);
+  }
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
   if (key_heads * tiles == 0) return nullptr;
@@ -65,6 +70,12 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cur
   if (error == nullptr && wants_query) {
     error = text_of(cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream));
   }
+  if (error == nullptr && Policy::kEverything) {
+    error = prepare_rules(kTile.rows, kTile.keys, kTile.array_bytes, params, stream);
+  }
+  if (error == nullptr && params.bias_cotangent.data != nullptr) {
+    error = sm80::clear_bias(params.bias_cotangent, params.bias_sums, bias, stream);
+  }
   if (error != nullptr) return error;
 
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
@@ -78,6 +89,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cur
     finish.padded_dim = D;
     sm80::finish_query<T>(finish, stream);
   }
+  if (params.bias_sums) sm80::finish_bias(params.bias_cotangent, bias, stream);
   return text_of(cudaGetLastError());
 }
 

@@ -14,8 +14,8 @@ template <class T, int D, int V, Reach kReach, class Policy>
 Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream stream);
 
 // Launches the backward kernel and what belongs before and after it; likewise.
-template <class T, int D>
-Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish, Cursor& cursor,
-                      bool launch, Stream stream);
+template <class T, int D, class Policy>
+Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
+                      sm80::BiasFinishParams bias, Cursor& cursor, bool launch, Stream stream);
 
 }  // namespace jaxflash::cuda::sm90

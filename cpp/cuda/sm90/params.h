@@ -55,6 +55,14 @@ struct BackwardParams {
   // As sm80::BackwardParams has them.
   float* query_sums = nullptr;
   int64_t strips = 0;
+
+  // Everything only; the cotangent as sm80::BackwardParams has it.
+  sm80::TileMaps maps;
+  sm80::ArrayStaging staging;  // bytes of a tile
+  TileMap bias;
+  TileMap mask;
+  Tensor bias_cotangent;  // data nullptr: not wanted
+  bool bias_sums = false;
 };
 
 }  // namespace jaxflash::cuda::sm90

@@ -54,6 +54,9 @@ struct BackwardTile {
   int rows;    // of queries, at a time
   int stages;  // of tiles of rows
   bool bulk;   // query sums are added by bulk copies, not by each thread's vector reductions
+  // Of tiles of bias and mask, and bytes of one.
+  int array_stages = 1;
+  int array_bytes = 0;
 
   static constexpr int kWarpgroups = 2;
   constexpr int threads() const { return 128 * (kWarpgroups + 1); }
@@ -71,6 +74,15 @@ constexpr BackwardTile backward_tile(int dim) {
   if (dim <= 64) return {128, 128, 2, true};
   if (dim <= 128) return {128, 64, 2, true};
   return {64, 64, 2, false};  // no shared memory for bulk copies
+}
+
+// Of kernels that apply all rules. They need registers of their own: no more than 64 rows. Room for
+// bias and mask is what shared memory has left: for one of floats and a mask, for one of 16-bit
+// types and a mask, or for one of 16-bit types alone.
+constexpr BackwardTile everything_backward_tile(int dim) {
+  if (dim <= 64) return {128, 64, 2, true, 2, 64 * 128 * 5};
+  if (dim <= 128) return {128, 64, 2, true, 1, 64 * 128 * 3};
+  return {64, 64, 2, false, 1, 64 * 64 * 2};
 }
 
 }  // namespace jaxflash::cuda::sm90
