@@ -52,21 +52,28 @@ constexpr HopperKernel kHopperKernels[] = {
 struct HopperBackwardKernel {
   DType dtype;
   int dim;
-  Error (*backward)(sm90::BackwardParams, sm80::QueryFinishParams, Cursor&, bool, Stream);
+  bool everything;
+  Error (*backward)(sm90::BackwardParams, sm80::QueryFinishParams, sm80::BiasFinishParams, Cursor&,
+                    bool, Stream);
 };
 
 // Likewise.
 constexpr HopperBackwardKernel kHopperBackwardKernels[] = {
-#define JAXFLASH_KERNEL(T, D) {sm90::T::kDType, D, sm90::launch_backward<sm90::T, D>},
+#define JAXFLASH_KERNEL(T, D, POLICY) \
+  {sm90::T::kDType, D, sm90::POLICY::kEverything, sm90::launch_backward<sm90::T, D, sm90::POLICY>},
 #include "cuda/sm90/backward_kernels.inc"
 #undef JAXFLASH_KERNEL
     {},
 };
 
-bool needs_everything(const Problem& problem) {
+// Sinks are in the statistics already, when probabilities are computed again from them.
+bool gradients_need_everything(const Problem& problem) {
   return problem.bias.data != nullptr || problem.mask.data != nullptr ||
-         problem.sinks.data != nullptr || problem.query_segment_ids.data != nullptr ||
-         problem.soft_cap != 0 || problem.dropout_threshold != 0;
+         problem.query_segment_ids.data != nullptr || problem.soft_cap != 0 ||
+         problem.dropout_threshold != 0;
+}
+bool needs_everything(const Problem& problem) {
+  return gradients_need_everything(problem) || problem.sinks.data != nullptr;
 }
 
 // The kernels with the least padding that do what the problem needs; nullptr if there are none.
@@ -115,7 +122,8 @@ bool can_map(const Problem& problem, const ForwardResults& results) {
 }
 
 // The same of the backward kernels, which want blocks for half of a GPU, and keys of their own for
-// each batch.
+// each batch. They have no gradient of a bias beside a soft cap, whose slope is in the gradients of
+// the logits that they know.
 const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
                                                  const BackwardResults& results) {
   const int64_t dim = std::max(problem.head_dim, problem.value_dim);
@@ -131,12 +139,12 @@ const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
           cotangent->data != nullptr && cotangent->batch[at] == 0 && problem.batch_size[at] > 1;
     }
   }
-  if (needs_everything(problem) || results.deterministic || summed || empty || huge || split) {
-    return nullptr;
-  }
+  const bool both = results.bias.data != nullptr && problem.soft_cap != 0;
+  if (results.deterministic || both || summed || empty || huge || split) return nullptr;
+  const bool everything = gradients_need_everything(problem);
   for (const HopperBackwardKernel& kernel : kHopperBackwardKernels) {
     const bool fits = kernel.backward != nullptr && kernel.dtype == problem.query.dtype;
-    if (fits && kernel.dim >= dim) return &kernel;
+    if (fits && kernel.dim >= dim && kernel.everything == everything) return &kernel;
   }
   return nullptr;
 }
@@ -198,6 +206,21 @@ sm90::ForwardParams hopper_params(const Problem& problem, const ForwardResults& 
   return params;
 }
 
+bool is_broadcast(const Problem& problem, const Tensor& bias) {
+  bool broadcast = (bias.head == 0 && problem.query_heads > 1) ||
+                   (bias.row == 0 && problem.query_length > 1) ||
+                   (bias.column == 0 && problem.key_length > 1);
+  for (int dim = 0; dim < problem.batch_rank; ++dim) {
+    broadcast |= bias.batch[dim] == 0 && problem.batch_size[dim] > 1;
+  }
+  return broadcast;
+}
+
+// Whether the cotangent of the bias is wanted, and added up.
+bool sums_bias(const Problem& problem, const BackwardResults& results) {
+  return results.bias.data != nullptr && is_broadcast(problem, results.bias);
+}
+
 sm90::BackwardParams hopper_params(const Problem& problem, const BackwardInputs& inputs,
                                    const BackwardResults& results) {
   sm90::BackwardParams params = {};
@@ -207,17 +230,9 @@ sm90::BackwardParams hopper_params(const Problem& problem, const BackwardInputs&
   params.delta = inputs.delta;
   params.key_cotangent = results.key;
   params.value_cotangent = results.value;
+  params.bias_cotangent = results.bias;
+  params.bias_sums = sums_bias(problem, results);
   return params;
-}
-
-bool is_broadcast(const Problem& problem, const Tensor& bias) {
-  bool broadcast = (bias.head == 0 && problem.query_heads > 1) ||
-                   (bias.row == 0 && problem.query_length > 1) ||
-                   (bias.column == 0 && problem.key_length > 1);
-  for (int dim = 0; dim < problem.batch_rank; ++dim) {
-    broadcast |= bias.batch[dim] == 0 && problem.batch_size[dim] > 1;
-  }
-  return broadcast;
 }
 
 sm80::BackwardParams backward_params(const Problem& problem, const BackwardInputs& inputs,
@@ -231,7 +246,7 @@ sm80::BackwardParams backward_params(const Problem& problem, const BackwardInput
   params.key_cotangent = results.key;
   params.value_cotangent = results.value;
   params.bias_cotangent = results.bias;
-  params.bias_sums = results.bias.data != nullptr && is_broadcast(problem, results.bias);
+  params.bias_sums = sums_bias(problem, results);
   params.vectors = {allows_vectors(problem.query, problem.head_dim, size),
                     allows_vectors(problem.key, problem.head_dim, size),
                     allows_vectors(problem.value, problem.value_dim, size),
@@ -311,8 +326,8 @@ size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& r
   const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
   if (hopper == nullptr) return portable;
   Cursor cursor({});
-  hopper->backward(hopper_params(problem, {}, results), finish_params(problem, results), cursor,
-                   false, nullptr);
+  hopper->backward(hopper_params(problem, {}, results), finish_params(problem, results),
+                   bias_params(problem, results), cursor, false, nullptr);
   return std::max(portable, cursor.used());
 }
 
@@ -338,7 +353,8 @@ Error backward(const Problem& problem, const BackwardInputs& inputs, const Backw
   const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
   if (hopper != nullptr && is_hopper() && can_map(problem, inputs, results)) {
     return hopper->backward(hopper_params(problem, inputs, results),
-                            finish_params(problem, results), cursor, true, stream);
+                            finish_params(problem, results), bias_params(problem, results), cursor,
+                            true, stream);
   }
   return kernel->backward(backward_params(problem, inputs, results, precision),
                           finish_params(problem, results), bias_params(problem, results),

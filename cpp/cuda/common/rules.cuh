@@ -913,7 +913,7 @@ __device__ __forceinline__ uint32_t draw_keys_down(const Problem& problem, const
   const int odd = lane / 4 % 2;  // the key, and the row that is drawn for
   const auto threshold = static_cast<uint32_t>(problem.dropout_threshold);
   uint32_t mine = 0;  // a bit for each of dropout_lane's
-#pragma unroll
+#pragma unroll 2      // registers are short
   for (int i = 0; i < kCount; ++i) {
     const PhiloxWords<uint32_t> draws =
         draws_at(view, row + 16 * i + 2 * (lane % 4) + odd, key + lane / 4);

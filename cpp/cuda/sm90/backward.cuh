@@ -606,12 +606,12 @@ struct BackwardConsumer {
   using SumProduct = ptx::Wgmma<B::kType, D>;                   // of 64 keys
   using PieceProduct = ptx::Wgmma<B::kType, B::kPieceColumns>;  // of 64 rows
   static constexpr int kLogits = B::kRows / 2;                  // a thread
-  // Where a warpgroup has both sums, or all rules are applied, registers are short: probabilities
-  // of 32 rows at a time become operands.
-  static constexpr int kParts = Policy::kEverything ? B::kRows / 16
-                                : B::kOwnsKeys      ? B::kRows / 32
-                                                    : 1;
-  static constexpr int kPartRows = B::kRows / kParts;
+  // Where a warpgroup has both sums, registers are short: probabilities of 32 rows at a time become
+  // operands; and of 16 where the rules need registers beside large sums.
+  static constexpr int kPartRows = Policy::kEverything ? (D < 128 ? 32 : 16)
+                                   : B::kOwnsKeys      ? 32
+                                                       : B::kRows;
+  static constexpr int kParts = B::kRows / kPartRows;
   using Logits = float[kLogits];
   using Operand = uint32_t[kLogits / 2];
   using Sum = float[D / 2];
@@ -622,9 +622,9 @@ struct BackwardConsumer {
   int warpgroup;
   uint32_t count = 0;  // items done; stages and parities follow from it
 
-  // What make_probabilities found of a part: slopes of the soft cap, and what dropout keeps.
+  // What make_probabilities found: slopes of the soft cap in a part, and what dropout keeps in all.
   float slope[kPartRows / 2];
-  sm80::KeptBits<1, kPartRows / 8> kept;
+  sm80::KeptBits<1, B::kRows / 8> kept;
 
   // Read anew each time: registers are short.
   __device__ __forceinline__ int thread() const { return ptx::thread_index() & 127; }
@@ -824,6 +824,7 @@ struct BackwardConsumer {
   __device__ __forceinline__ void apply_rules(int part, Logits& s) {
     const sm80::ScaledView& view = shared.rules.views[stage()];
     const auto place = strip_place<kPartRows>(part);
+    if (part == 0 && drops()) kept.draw(params.problem, view, place);
     const int checks = uniform(visited(0).checks);
     const sm80::ArrayTiles arrays = wait_for_arrays();
 #pragma unroll
@@ -835,7 +836,6 @@ struct BackwardConsumer {
           reinterpret_cast<Strip<kPartRows>&>(s[kPartRows / 2 * part]));
     }
     if (part == kParts - 1) release_arrays();
-    if (drops()) kept.draw(params.problem, view, place);
   }
 
   // The tiles of bias and mask that are copied, once they have come.
@@ -854,23 +854,22 @@ struct BackwardConsumer {
 
   // Of a part's probabilities: those that values' sums are made of, but for what dropout multiplies
   // those by that it keeps, and those that wait for g.
-  __device__ __forceinline__ float weight(int part, const Logits& p, int i) const {
-    return drops() && !is_kept(part, i) ? 0.f : p[i];
+  __device__ __forceinline__ float weight(const Logits& p, int i) const {
+    return is_kept(i) ? p[i] : 0.f;
   }
   __device__ __forceinline__ float waiting(int part, const Logits& p, int i) const {
     if constexpr (!Policy::kEverything) return p[i];
     // A slope may be a rounding below 0.
     const float x = fabsf(p[i] * slope[i - kPartRows / 2 * part]);
-    return drops() && !is_kept(part, i) ? -x : x;
+    return is_kept(i) ? x : -x;
   }
-  __device__ __forceinline__ bool is_kept(int part, int i) const {
-    const int in_part = i - kPartRows / 2 * part;
-    return kept.kept(0, in_part / 4, in_part % 4);
+  __device__ __forceinline__ bool is_kept(int i) const {
+    return !drops() || kept.kept(0, i / 4, i % 4);
   }
   __device__ __forceinline__ void pack_weights(const Logits& p, int part, Operand& a) const {
 #pragma unroll
     for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
-      a[i] = sm80::pack(T(), weight(part, p, 2 * i), weight(part, p, 2 * i + 1));
+      a[i] = sm80::pack(T(), weight(p, 2 * i), weight(p, 2 * i + 1));
     }
   }
   // Elements 4j .. 4j + 3.

@@ -2,7 +2,7 @@
 #
 # An entry of the forward kernels is (dtype tag, padded head dim, padded value dim, reach, policy). The largest of a
 # policy is the fallback of all that are smaller, so any two dims up to 256 find one. Of the backward kernels: (dtype
-# tag, padded dim of both).
+# tag, padded dim of both, policy).
 set(JAXFLASH_SM90_KERNELS "")
 set(JAXFLASH_SM90_BACKWARD_KERNELS "")
 foreach(T IN ITEMS BF16 F16)
@@ -14,7 +14,7 @@ foreach(T IN ITEMS BF16 F16)
     list(APPEND JAXFLASH_SM90_KERNELS "${T} ${TILE} Everything")
   endforeach()
   foreach(D IN ITEMS 64 128 256)
-    list(APPEND JAXFLASH_SM90_BACKWARD_KERNELS "${T} ${D}")
+    list(APPEND JAXFLASH_SM90_BACKWARD_KERNELS "${T} ${D} Ranges" "${T} ${D} Everything")
   endforeach()
 endforeach()
 
@@ -51,8 +51,9 @@ function(jaxflash_sm90_kernels folder enabled sources)
       string(REPLACE " " ";" parts "${kernel}")
       list(GET parts 0 T)
       list(GET parts 1 D)
-      string(APPEND backward_list "JAXFLASH_KERNEL(${T}, ${D})\n")
-      set(file "${folder}/cuda/sm90/backward_${T}_${D}.cu")
+      list(GET parts 2 POLICY)
+      string(APPEND backward_list "JAXFLASH_KERNEL(${T}, ${D}, ${POLICY})\n")
+      set(file "${folder}/cuda/sm90/backward_${T}_${D}_${POLICY}.cu")
       configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/backward.cu.in" "${file}" @ONLY)
       list(APPEND files "${file}")
     endforeach()

@@ -20,9 +20,9 @@ using sm80::Ranges;
 #include "cuda/sm90/kernels.inc"
 #undef JAXFLASH_KERNEL
 
-#define JAXFLASH_KERNEL(T, D)                                                                   \
-  extern template Error launch_backward<T, D>(BackwardParams, sm80::QueryFinishParams, Cursor&, \
-                                              bool, Stream);
+#define JAXFLASH_KERNEL(T, D, POLICY)                  \
+  extern template Error launch_backward<T, D, POLICY>( \
+      BackwardParams, sm80::QueryFinishParams, sm80::BiasFinishParams, Cursor&, bool, Stream);
 #include "cuda/sm90/backward_kernels.inc"
 #undef JAXFLASH_KERNEL
 
