@@ -586,7 +586,8 @@ struct BackwardReader {
       read(item, rows, [&](uint32_t stage) {
         sm80::ScaledView& view = rules.views[stage];
         const int64_t head = rules.plan.view.head + item.head;
-        if (count < B::kStages || view.head != head) look_at(item.head, view);
+        const bool known = uniform(view.head == head);  // lane 0, which will change it
+        if (count < B::kStages || !known) look_at(item.head, view);
         if (lane() == 0) {
           rules.items[count % B::kItems] = {item, checks | rules.plan.checks, last};
         }
