@@ -202,14 +202,14 @@ struct Backward {
   struct Arrays {
     uint8_t arrays[kArrayStages][kTile.array_bytes];  // of bias and mask
   };
-  struct NoRules {};
   static constexpr int kItems = kStages + 2;
+  struct NoRules {};
   struct Rules {
     PlanRules<Everything> plan;  // of the first head
     // Of the heads of the items whose rows a stage has; the reader writes them ahead of rows_ready.
     sm80::ScaledView views[kStages];
-    // Of these and of the item before them. The item that is read while a consumer is at one is the
-    // second after it at most.
+    // Of these stages, and of the items before: while a consumer is at one and asks for the one
+    // before it, the reader is at most at the second after it.
     VisitedItem items[kItems];
     float keep_scale;  // of dropout
     uint64_t arrays_full[kArrayStages], arrays_empty[kArrayStages];
