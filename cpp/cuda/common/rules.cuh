@@ -324,40 +324,52 @@ __device__ __forceinline__ uint32_t element_address(uint32_t tile, int row, int 
          Layout::element_offset(row, key % kSpanKeys);
 }
 
+// Of elements of 16 bits: a load transposes four 8x8 matrices, keys + 0, + 8 of 8 rows, then of the
+// next 8. A lane gives the address of row lane % 8 of matrix lane / 8.
+template <class Layout, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_transposed_pair(uint32_t tile, int row, int key, int lane,
+                                                         const Visitor& visit) {
+  const uint32_t base =
+      element_address<Layout>(tile, row + lane % 8 + lane / 16 * 8, key + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int block = 0; block < kBlocks; block += 2) {
+    uint32_t words[4];
+    ptx::ldmatrix_x4_transposed(words, base + 8 * block * Layout::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      visit(block + i / 2, i % 2, split_pair<typename Layout::T>(words[i]));
+    }
+  }
+}
+// Of others, one by one.
+template <class Layout, int kBlocks, class Visitor>
+__device__ __forceinline__ void for_each_single_pair(uint32_t tile, int row, int key, int lane,
+                                                     const Visitor& visit) {
+  using E = typename Layout::T;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at_row = row + 2 * (lane % 4), at_key = key + lane / 4 + 8 * half;
+    const uint32_t even = element_address<Layout>(tile, at_row, at_key);
+    const uint32_t odd = element_address<Layout>(tile, at_row + 1, at_key);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const int bytes = 8 * block * Layout::kRowBytes;
+      visit(block, half, uint2{shared_element<E>(even + bytes), shared_element<E>(odd + bytes)});
+    }
+  }
+}
+
 template <class Layout, int kStrips, int kBlocks, class Visitor>
 __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const KeysDownPlace& place,
                                                      const Visitor& visit) {
-  using E = typename Layout::T;
-  const int lane = place.lane;
-  const int row_of_pair = place.row + 2 * (lane % 4);
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip) {
     const int key = place.key + 16 * strip;
-    if constexpr (kSize<E> == 2) {
-      // A load transposes four 8x8 matrices: keys + 0, + 8 of 8 rows, then of the next 8. A lane
-      // gives the address of row lane % 8 of matrix lane / 8.
-      const uint32_t base = element_address<Layout>(tile, place.row + lane % 8 + lane / 16 * 8,
-                                                    key + lane / 8 % 2 * 8);
-#pragma unroll
-      for (int block = 0; block < kBlocks; block += 2) {
-        uint32_t words[4];
-        ptx::ldmatrix_x4_transposed(words, base + 8 * block * Layout::kRowBytes);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) visit(strip, block + i / 2, i % 2, split_pair<E>(words[i]));
-      }
+    const auto of_strip = [&](int block, int half, uint2 pair) { visit(strip, block, half, pair); };
+    if constexpr (kSize<typename Layout::T> == 2) {
+      for_each_transposed_pair<Layout, kBlocks>(tile, place.row, key, place.lane, of_strip);
     } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int of_half = key + lane / 4 + 8 * half;
-        const uint32_t even = element_address<Layout>(tile, row_of_pair, of_half);
-        const uint32_t odd = element_address<Layout>(tile, row_of_pair + 1, of_half);
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          const int bytes = 8 * block * Layout::kRowBytes;
-          visit(strip, block, half,
-                uint2{shared_element<E>(even + bytes), shared_element<E>(odd + bytes)});
-        }
-      }
+      for_each_single_pair<Layout, kBlocks>(tile, place.row, key, place.lane, of_strip);
     }
   }
 }

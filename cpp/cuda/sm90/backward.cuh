@@ -234,20 +234,29 @@ struct Backward {
   static_assert(sizeof(Shared) <= 227 * 1024);
 };
 
-// Thread 0 fills in the block's plan.
+// What a block works on.
+struct BlockWork {
+  uint32_t tile, batch;
+  int key_head, head;  // head: the first of the query
+};
+__device__ __forceinline__ BlockWork block_work(const BackwardParams& params) {
+  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
+  const auto key_heads = static_cast<uint32_t>(params.problem.key_heads);
+  const uint32_t batch = work.head / key_heads;
+  const int key_head = static_cast<int>(work.head - batch * key_heads);
+  return {work.tile, batch, key_head, key_head * static_cast<int>(params.group)};
+}
+
+// A thread fills in the block's plan.
 template <class T, int D, class Policy>
 __device__ __forceinline__ void make_plan(const BackwardParams& params, BackwardPlan& plan) {
   using B = Backward<T, D, Policy>;
   constexpr int kRows = B::kRows;
   const Problem& problem = params.problem;
-  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
-  const auto key_heads = static_cast<uint32_t>(problem.key_heads);
-  const uint32_t batch = work.head / key_heads;
-  const int key_head = static_cast<int>(work.head - batch * key_heads);
-  const int head = key_head * static_cast<int>(params.group);
+  const auto [tile, batch, key_head, head] = block_work(params);
   const BatchIndex index = batch_index(problem, batch);
   const Extent extent = extent_of(problem, index);
-  const int64_t first_key = int64_t{work.tile} * B::kKeys;
+  const int64_t first_key = int64_t{tile} * B::kKeys;
   const Range keys = {first_key, first_key + B::kKeys};
   const Range any = rows_of_any_key(extent, keys);
   const Range every = rows_of_every_key(extent, keys);
@@ -335,11 +344,8 @@ __device__ __forceinline__ void plan_items(const BackwardParams& params,
                                            typename Backward<T, D, Everything>::Shared& shared) {
   using B = Backward<T, D, Everything>;
   const Problem& problem = params.problem;
-  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
-  const auto key_heads = static_cast<uint32_t>(problem.key_heads);
-  const uint32_t batch = work.head / key_heads;
-  const uint32_t head = (work.head - batch * key_heads) * params.group;
-  plan_rules<T>(params, shared.plan.extent, batch_index(problem, batch), batch, head,
+  const BlockWork work = block_work(params);
+  plan_rules<T>(params, shared.plan.extent, batch_index(problem, work.batch), work.batch, work.head,
                 shared.rules.plan);
   const bool first_lane = (threadIdx.x & 31) == 0;
   if (first_lane) {
@@ -565,9 +571,7 @@ struct BackwardReader {
     }
     __syncwarp();  // all lanes wait for lane 0's copy, of which they change a part
     if (lane() < 4 && problem.dropout_stream.data != nullptr) {
-      const Tensor& stream = problem.dropout_stream;
-      view.stream[lane()] = static_cast<const uint32_t*>(
-          stream.data)[batch_offset(stream, view.index) + view.head * stream.head + lane()];
+      view.stream[lane()] = stream_word(problem.dropout_stream, view.index, view.head, lane());
     }
   }
   // Likewise where tiles are looked for.

@@ -26,6 +26,13 @@ struct PlanRules<Everything> {
   float sink;  // minus infinity: none
 };
 
+// A word of a head's dropout stream.
+__device__ __forceinline__ uint32_t stream_word(const Tensor& stream, const BatchIndex& index,
+                                                int64_t head, int word) {
+  return static_cast<const uint32_t*>(
+      stream.data)[batch_offset(stream, index) + head * stream.head + word];
+}
+
 // Fills in what all rules need of a head. All lanes of a warp call it, each for its part.
 template <class T, class Params>
 __device__ __forceinline__ void plan_rules(const Params& params, const Extent& extent,
@@ -56,9 +63,7 @@ __device__ __forceinline__ void plan_rules(const Params& params, const Extent& e
   if (lane == 3) rules.mask = place(params.mask, problem.mask);
   if (lane == 4) rules.sink = sm80::sink_of<Everything>(problem, index, head);
   if (lane < 4 && problem.dropout_stream.data != nullptr) {
-    view.stream[lane] = static_cast<const uint32_t*>(
-        problem.dropout_stream.data)[batch_offset(problem.dropout_stream, index) +
-                                     head * problem.dropout_stream.head + lane];
+    view.stream[lane] = stream_word(problem.dropout_stream, index, head, lane);
   }
 }
 
