@@ -424,11 +424,10 @@ struct BackwardLoader {
       rows.advance();
     }
   }
-  // Likewise, by all lanes.
+  // Likewise, by all lanes; keys are on their way already.
   __device__ __forceinline__ void run_everything() const {
     const bool copies = (threadIdx.x & 31) == 0;
     const bool has_arrays = params.staging.bias_bytes + params.staging.mask_bytes != 0;
-    if (copies) copy_keys();
     Ring<B::kStages> rows;
     Ring<B::kArrayStages> arrays;
 #pragma unroll 1
@@ -1295,7 +1294,9 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
                             static_cast<int>(max_of(seen.end - seen.begin, 0))};
   }
   if constexpr (Policy::kEverything) {
-    if (threadIdx.x < 32) plan_items<T, D>(params, shared);
+    // Keys come while it is found out which rows see them.
+    if (threadIdx.x == 0) BackwardLoader<T, D, Policy>{params, shared}.copy_keys();
+    if (threadIdx.x / 32 == 1) plan_items<T, D>(params, shared);
   }
   __syncthreads();  // all threads wait for key_rows, and what all rules need
 

@@ -76,9 +76,10 @@ constexpr BackwardTile backward_tile(int dim) {
   return {64, 64, 2, false};  // no shared memory for bulk copies
 }
 
-// Of kernels that apply all rules. They need registers of their own: no more than 64 rows. Room for
-// bias and mask is what shared memory has left: for one of floats and a mask, for one of 16-bit
-// types and a mask, or for one of 16-bit types alone.
+// Of kernels that apply all rules, whose tiles of bias and mask have 64 rows. Room for these is
+// what shared memory has left: for a bias of floats and a mask, for one of 16-bit types and a mask,
+// for one of 16-bit types or a mask. Not measured. With dim 64, 128 rows compile too, probabilities
+// kept in shared memory, but leave no room for a bias.
 constexpr BackwardTile everything_backward_tile(int dim) {
   if (dim <= 64) return {128, 64, 2, true, 2, 64 * 128 * 5};
   if (dim <= 128) return {128, 64, 2, true, 1, 64 * 128 * 3};
