@@ -856,8 +856,8 @@ struct BackwardConsumer {
     if (has_arrays()) release_all_lanes(shared.rules.arrays_empty[array_stage()]);
   }
 
-  // Of a part's probabilities: those that values' sums are made of, but for what dropout multiplies
-  // those by that it keeps, and those that wait for g.
+  // Of a part's probabilities: those that values' sums are made of, but for the factor of those
+  // that dropout keeps, and those that wait for g.
   __device__ __forceinline__ float weight(const Logits& p, int i) const {
     return is_kept(i) ? p[i] : 0.f;
   }
@@ -946,14 +946,7 @@ struct BackwardConsumer {
   // word.
   static __device__ __forceinline__ void pack(const Logits& x, Operand& a) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) pack<T>(x, part, a);
-  }
-  template <class To>
-  static __device__ __forceinline__ void pack(const Logits& x, int part, Operand& a) {
-#pragma unroll
-    for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
-      a[i] = sm80::pack(To(), x[2 * i], x[2 * i + 1]);
-    }
+    for (int i = 0; i < kLogits / 2; ++i) a[i] = sm80::pack(T(), x[2 * i], x[2 * i + 1]);
   }
 
   // An operand, as [key][row] in shared memory, for products of all warpgroups. Words 4k .. 4k + 3
