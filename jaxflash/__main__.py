@@ -1,12 +1,21 @@
-"""`python -m jaxflash`: what was built, what was found, and why something is off."""
+"""`python -m jaxflash`: what was built, what was found, and why something is off.
+
+With `--length` and others: which CUDA kernels a call of attention and its gradient would run, of
+tensors of that size, on this machine's GPU or another. Needs no GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
 import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxflash import __version__, _modules
+from jaxflash import __version__, _modules, flash_attention
+from jaxflash._choice import cuda_choice
 
 
 def report() -> str:
@@ -34,5 +43,103 @@ def _text(fact: object) -> str:
     return ("." if numbers else ", ").join(map(str, fact))
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+FEATURES = ("bias", "mask", "segment-ids", "lengths", "soft-cap", "sinks", "dropout")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        "python -m jaxflash",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--length", type=int, metavar="T", help="of queries")
+    parser.add_argument("--key-length", type=int, metavar="S", help="default: T")
+    parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--heads", type=int, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--kv-heads", type=int, metavar="K", help="default: N")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="default: 64")
+    parser.add_argument("--value-dim", type=int, metavar="V", help="default: H")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window", type=int, metavar="W", help="keys on each side")
+    parser.add_argument("--with", nargs="+", default=[], choices=FEATURES, dest="features")
+    parser.add_argument("--deterministic", action="store_true", help="gradients")
+    parser.add_argument(
+        "--capability",
+        type=lambda text: int(text.replace(".", "")),
+        metavar="M.N",
+        help="compute capability of the GPU; default: that of this machine's, or 9.0",
+    )
+    return parser
+
+
+def capability() -> int:
+    """Ten times the major compute capability and the minor one of the GPU here; 90 without one."""
+    device = jax.devices()[0]
+    return int(getattr(device, "compute_capability", "9.0").replace(".", ""))
+
+
+def choice(settings: argparse.Namespace) -> Iterator[str]:
+    """Lines that say which kernels a call of attention and its gradient run."""
+    batch, rows, heads, dim = settings.batch, settings.length, settings.heads, settings.head_dim
+    keys, kv_heads = settings.key_length or rows, settings.kv_heads or heads
+
+    def array(*shape: int, dtype: Any = settings.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    differentiable = {
+        "query": array(batch, rows, heads, dim),
+        "key": array(batch, keys, kv_heads, dim),
+        "value": array(batch, keys, kv_heads, settings.value_dim or dim),
+    }
+    others: dict[str, Any] = {}
+    static: dict[str, Any] = {
+        "is_causal": settings.causal,
+        "local_window_size": settings.window,
+        "deterministic_gradients": settings.deterministic,
+    }
+    features = settings.features
+    if "bias" in features:
+        differentiable["bias"] = array(1, heads, rows, keys)
+    if "sinks" in features:
+        differentiable["sinks"] = array(heads)
+    if "mask" in features:
+        others["mask"] = array(batch, 1, rows, keys, dtype=bool)
+    if "segment-ids" in features:
+        others["query_segment_ids"] = array(batch, rows, dtype=jnp.int32)
+        others["key_value_segment_ids"] = array(batch, keys, dtype=jnp.int32)
+    if "lengths" in features:
+        others["key_value_seq_lengths"] = array(batch, dtype=jnp.int32)
+    if "soft-cap" in features:
+        static["logits_soft_cap"] = 30.0
+    if "dropout" in features:
+        others["dropout_key"] = jax.eval_shape(lambda: jax.random.key(0))
+        static["dropout_rate"] = 0.1
+
+    def loss(differentiable: dict[str, Any], others: dict[str, Any]) -> jax.Array:
+        return flash_attention(**differentiable, **others, **static).sum()
+
+    return cuda_choice(
+        jax.grad(loss), differentiable, others, capability=settings.capability or capability()
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints what was asked for."""
+    parser = make_parser()
+    settings = parser.parse_args(arguments)
+    if settings.length is None:
+        if settings != parser.parse_args([]):
+            parser.error("--length: expected with the other options, got none")
+        print(report())
+        return
+    try:
+        print("\n".join(choice(settings)))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    print(report())
+    main()

@@ -22,3 +22,11 @@ def backward_workspace(operands: Sequence[tuple[str, Sequence[int]]], results: S
     """
     Bytes of workspace of a backward call, also from those of its five cotangents.
     """
+
+def forward_kernel(operands: Sequence[tuple[str, Sequence[int]]], *, window_left: int, window_right: int, soft_cap: float, dropout_threshold: int, capability: int) -> str:
+    """
+    What computes such a call on a GPU of a compute capability (90 for 9.0), in words; empty where no kernel does.
+    """
+
+def backward_kernel(operands: Sequence[tuple[str, Sequence[int]]], results: Sequence[tuple[str, Sequence[int]]], *, deterministic: bool, window_left: int, window_right: int, soft_cap: float, dropout_threshold: int, capability: int) -> str:
+    """Likewise of a backward call."""

@@ -59,7 +59,7 @@ def register_lowerings(primitive: Primitive, native: Kernel, xla: Kernel) -> Non
         implementation = params["config"].implementation
         if implementation == "xla":
             return lower_xla(context, *operands, **params)
-        reason = _why_not(name, context.avals_in, **params)
+        reason = why_not(name, context.avals_in, **params)
         if reason is None:
             return lower_native[name](context, *operands, **params)
         if implementation == "native":
@@ -94,7 +94,7 @@ def _lowering(primitive: Primitive, native: Kernel, module: Module) -> Callable[
     return lower
 
 
-def _why_not(
+def why_not(
     platform: str, operands: Sequence[Any], config: Config, wanted: Wanted = ()
 ) -> str | None:
     """Why a call can't run native kernels on a platform; None where it can."""

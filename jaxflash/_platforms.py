@@ -214,19 +214,24 @@ class Cuda(Platform):
         """As many bytes as the module asks for, or at least as many where sizes are symbolic."""
         if not all(is_static(operand.shape) for operand in call.operands.values()):
             return [call.type_of((self._most_kibibytes(call), 1024), jnp.uint8)]
-        code, attributes = self.module.code, call.attributes()
-        assert code is not None
+        return [call.type_of((self._ask("workspace", call),), jnp.uint8)]
+
+    def kernel(self, call: Call, capability: int) -> str:
+        """The kernel that computes a call on GPUs of a compute capability, in words."""
+        return self._ask("kernel", call, capability=capability)
+
+    def _ask(self, what: str, call: Call, **more: Any) -> Any:
+        """What the module says of a call."""
         operands = _dtypes_and_shapes(call.operand_types())
+        arguments = call.attributes() | more
         if call.target is FORWARD:
-            size = code.forward_workspace(operands, **attributes)
-        else:
-            size = code.backward_workspace(
-                operands,
-                _dtypes_and_shapes(call.result_types()),
-                deterministic=call.config.deterministic_gradients,
-                **attributes,
-            )
-        return [call.type_of((size,), jnp.uint8)]
+            return getattr(self.module.code, f"forward_{what}")(operands, **arguments)
+        return getattr(self.module.code, f"backward_{what}")(
+            operands,
+            _dtypes_and_shapes(call.result_types()),
+            deterministic=call.config.deterministic_gradients,
+            **arguments,
+        )
 
     def _most_kibibytes(self, call: Call) -> Any:
         """No fewer than the module would ask for, whatever the sizes are.

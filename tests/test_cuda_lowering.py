@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from calls import Call, Shape, make_call, normal
+from jaxflash import __main__ as command
 from jaxflash import _modules, _platforms, flash_attention
 from test_compile import export
 
@@ -252,3 +253,52 @@ def test_export_with_symbolic_batch_and_lengths():
     )
     exported = export(run, query, key, platforms=["cpu", "cuda"])
     assert str(exported.out_avals[1].shape) == "(b, s, 2, 64)"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--length 4096 --head-dim 128 --causal", ["Hopper", "Hopper"]),
+        ("--length 333 --head-dim 64 --with bias mask dropout", ["Hopper", "Hopper"]),
+        ("--length 333 --deterministic --capability 9.0", ["Hopper", "portable"]),
+        ("--length 333 --dtype float32", ["portable", "portable"]),
+        ("--length 333 --head-dim 65", ["portable", "portable"]),
+        ("--length 333 --capability 12.0", ["portable", "portable"]),
+        ("--length 333 --capability 8.9 --with sinks lengths", ["portable", "portable"]),
+        ("--length 333 --key-length 20 --kv-heads 2 --value-dim 32", ["Hopper", "Hopper"]),
+        ("--length 333 --window 5 --with segment-ids soft-cap", ["Hopper", "Hopper"]),
+    ],
+)
+def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monkeypatch):
+    monkeypatch.setattr(command, "capability", lambda: 90)
+    command.main(["--length", "333"])
+    if "Hopper" not in capsys.readouterr().out:
+        pytest.skip("built without the Hopper kernels")
+    command.main(options.split())
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
+    for line, family in zip(lines, said, strict=True):
+        assert f": {family} kernel" in line
+        assert re.search(r"tiles of \d+ queries and \d+ keys", line)
+
+
+def test_command_line_says_why_there_is_no_kernel(capsys):
+    command.main(["--length", "333", "--batch", "2", "--with", "bias", "--deterministic"])
+    forward, backward = capsys.readouterr().out.splitlines()
+    assert "kernel" in forward
+    assert 'backward: implementation "xla": its native kernels add up' in backward
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--causal", "--length: expected with the other options"),
+        ("--length 4 --kv-heads 3", "multiple of the 3 key/value heads, got 8"),
+        ("--length 4 --head-dim 300", "head"),
+        ("--length 4 --dtype float64", "--dtype"),
+    ],
+)
+def test_command_line_refuses(options, text, capsys):
+    with pytest.raises(SystemExit):
+        command.main(options.split())
+    assert text in capsys.readouterr().err

@@ -39,9 +39,10 @@ std::vector<ffi::BufferShape> buffer_shapes(const Shapes& shapes) {
   return buffers;
 }
 
-int64_t value_of(const xla::ffi::ErrorOr<int64_t>& bytes) {
-  if (bytes.has_error()) throw nb::value_error(bytes.error().message().c_str());
-  return bytes.value();
+template <class Value>
+Value value_of(const xla::ffi::ErrorOr<Value>& value) {
+  if (value.has_error()) throw nb::value_error(value.error().message().c_str());
+  return value.value();
 }
 
 int64_t forward_workspace(const Shapes& operands, int64_t window_left, int64_t window_right,
@@ -56,6 +57,21 @@ int64_t backward_workspace(const Shapes& operands, const Shapes& results, bool d
   return value_of(ffi::cuda_backward_workspace(
       buffer_shapes(operands), buffer_shapes(results),
       {window_left, window_right, soft_cap, dropout_threshold}, deterministic));
+}
+
+std::string forward_kernel(const Shapes& operands, int64_t window_left, int64_t window_right,
+                           double soft_cap, int64_t dropout_threshold, int capability) {
+  return value_of(ffi::cuda_forward_kernel(buffer_shapes(operands),
+                                           {window_left, window_right, soft_cap, dropout_threshold},
+                                           capability));
+}
+
+std::string backward_kernel(const Shapes& operands, const Shapes& results, bool deterministic,
+                            int64_t window_left, int64_t window_right, double soft_cap,
+                            int64_t dropout_threshold, int capability) {
+  return value_of(ffi::cuda_backward_kernel(
+      buffer_shapes(operands), buffer_shapes(results),
+      {window_left, window_right, soft_cap, dropout_threshold}, deterministic, capability));
 }
 
 nb::capsule capsule_of(XLA_FFI_Handler* handler) {
@@ -97,6 +113,15 @@ NB_MODULE(_cuda, module) {
              nb::kw_only(), nb::arg("deterministic"), nb::arg("window_left"),
              nb::arg("window_right"), nb::arg("soft_cap"), nb::arg("dropout_threshold"),
              "Bytes of workspace of a backward call, also from those of its five cotangents.");
+  module.def("forward_kernel", &forward_kernel, nb::arg("operands"), nb::kw_only(),
+             nb::arg("window_left"), nb::arg("window_right"), nb::arg("soft_cap"),
+             nb::arg("dropout_threshold"), nb::arg("capability"),
+             "What computes such a call on a GPU of a compute capability (90 for 9.0), in words; "
+             "empty where no kernel does.");
+  module.def("backward_kernel", &backward_kernel, nb::arg("operands"), nb::arg("results"),
+             nb::kw_only(), nb::arg("deterministic"), nb::arg("window_left"),
+             nb::arg("window_right"), nb::arg("soft_cap"), nb::arg("dropout_threshold"),
+             nb::arg("capability"), "Likewise of a backward call.");
 }
 
 }  // namespace jaxflash

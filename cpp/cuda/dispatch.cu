@@ -1,11 +1,14 @@
 // From a problem to the kernels that take it.
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/launch.h"
 #include "cuda/sm80/kernels.cuh"
+#include "cuda/sm80/tiles.h"
 #include "cuda/sm90/kernels.cuh"
+#include "cuda/sm90/tiles.h"
 
 namespace jaxflash::cuda {
 namespace {
@@ -113,12 +116,11 @@ const HopperKernel* find_hopper_kernel(const Problem& problem) {
   return nullptr;
 }
 
-// Whether the tensor memory accelerator can read the operands, and results take 16-byte stores.
-bool can_map(const Problem& problem, const ForwardResults& results) {
+// Whether the tensor memory accelerator can read the operands.
+bool can_map(const Problem& problem) {
   return sm90::can_map(problem.query, problem.head_dim) &&
          sm90::can_map(problem.key, problem.head_dim) &&
-         sm90::can_map(problem.value, problem.value_dim) &&
-         sm90::can_map(results.output, problem.value_dim);
+         sm90::can_map(problem.value, problem.value_dim);
 }
 
 // The same of the backward kernels, which want blocks for half of a GPU, and keys of their own for
@@ -149,15 +151,12 @@ const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
   return nullptr;
 }
 
-bool can_map(const Problem& problem, const BackwardInputs& inputs, const BackwardResults& results) {
-  const auto can_store = [](const Tensor& result, int64_t columns) {
+// Whether gradients of keys and values take 16-byte stores.
+bool can_store(const Problem& problem, const BackwardResults& results) {
+  const auto can = [](const Tensor& result, int64_t columns) {
     return result.data == nullptr || sm90::can_map(result, columns);
   };
-  return sm90::can_map(problem.query, problem.head_dim) &&
-         sm90::can_map(problem.key, problem.head_dim) &&
-         sm90::can_map(problem.value, problem.value_dim) &&
-         sm90::can_map(inputs.output_cotangent, problem.value_dim) &&
-         can_store(results.key, problem.head_dim) && can_store(results.value, problem.value_dim);
+  return can(results.key, problem.head_dim) && can(results.value, problem.value_dim);
 }
 
 // Whether the current device runs code for compute_90a.
@@ -300,6 +299,13 @@ size_t most_bytes(const Count& count) {
   return most;
 }
 
+// A kernel in words.
+std::string in_words(const char* family, bool everything, int rows, int keys) {
+  return std::string(family) + ", " + (everything ? "all rules" : "ranges of keys") +
+         ", tiles of " + std::to_string(rows) + " queries and " + std::to_string(keys) + " keys";
+}
+constexpr char kHopper[] = "Hopper kernel (wgmma)", kPortable[] = "portable kernel (mma.sync)";
+
 }  // namespace
 
 size_t forward_workspace_bytes(const Problem& problem) {
@@ -331,6 +337,37 @@ size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& r
   return std::max(portable, cursor.used());
 }
 
+std::string forward_kernel(const Problem& problem, int capability) {
+  const HopperKernel* const hopper = find_hopper_kernel(problem);
+  if (hopper != nullptr && capability / 10 == 9 && can_map(problem)) {
+    const sm90::ForwardTile tile =
+        hopper->everything ? sm90::everything_tile(hopper->dim, hopper->value_dim)
+                           : sm90::forward_tile(hopper->dim, hopper->value_dim, hopper->reach);
+    return in_words(kHopper, hopper->everything, tile.rows(), tile.keys);
+  }
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr || capability < 80) return "";
+  const sm80::ForwardTile tile =
+      sm80::forward_tile(kernel->dtype == DType::kF32, kernel->dim, kernel->everything, capability);
+  return in_words(kPortable, kernel->everything, tile.rows(), tile.keys);
+}
+
+std::string backward_kernel(const Problem& problem, const BackwardResults& results,
+                            int capability) {
+  const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
+  if (hopper != nullptr && capability / 10 == 9 && can_map(problem) &&
+      can_store(problem, results)) {
+    const sm90::BackwardTile tile = hopper->everything ? sm90::everything_backward_tile(hopper->dim)
+                                                       : sm90::backward_tile(hopper->dim);
+    return in_words(kHopper, hopper->everything, tile.rows, tile.keys);
+  }
+  const Kernel* const kernel = find_kernel(problem);
+  if (kernel == nullptr || capability < 80) return "";
+  const sm80::BackwardTile tile = sm80::backward_tile(kernel->dtype == DType::kF32, kernel->dim,
+                                                      kernel->everything, capability);
+  return in_words(kPortable, kernel->everything, tile.rows, tile.keys);
+}
+
 Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
               Stream stream) {
   if (const Error error = refusal(problem)) return error;
@@ -338,7 +375,8 @@ Error forward(const Problem& problem, const ForwardResults& results, Precision p
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);
   const HopperKernel* const hopper = find_hopper_kernel(problem);
-  if (hopper != nullptr && is_hopper() && can_map(problem, results)) {
+  if (hopper != nullptr && is_hopper() && can_map(problem) &&
+      sm90::can_map(results.output, problem.value_dim)) {
     return hopper->forward(hopper_params(problem, results), cursor, true, stream);
   }
   return kernel->forward(forward_params(problem, results, precision), cursor, true, 0, stream);
@@ -351,7 +389,8 @@ Error backward(const Problem& problem, const BackwardInputs& inputs, const Backw
   if (kernel == nullptr) return kUnsupported;
   Cursor cursor(results.workspace);
   const HopperBackwardKernel* const hopper = find_hopper_backward(problem, results);
-  if (hopper != nullptr && is_hopper() && can_map(problem, inputs, results)) {
+  if (hopper != nullptr && is_hopper() && can_map(problem) &&
+      sm90::can_map(inputs.output_cotangent, problem.value_dim) && can_store(problem, results)) {
     return hopper->backward(hopper_params(problem, inputs, results),
                             finish_params(problem, results), bias_params(problem, results), cursor,
                             true, stream);

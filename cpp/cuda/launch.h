@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "attention/problem.h"
 
@@ -44,6 +45,11 @@ enum class Precision : uint8_t { kFloat, kTF32 };
 // operands are there count, no addresses.
 size_t forward_workspace_bytes(const Problem& problem);
 size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results);
+
+// What computes a call on GPUs of a compute capability, 10 * major + minor, in words; empty where
+// no kernel does. As above, addresses don't count: arrays are taken for aligned and dense.
+std::string forward_kernel(const Problem& problem, int capability);
+std::string backward_kernel(const Problem& problem, const BackwardResults& results, int capability);
 
 Error forward(const Problem& problem, const ForwardResults& results, Precision precision,
               Stream stream);

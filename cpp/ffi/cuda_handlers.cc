@@ -88,7 +88,7 @@ class ShapeBuffers {
       : buffers_(shapes.size()),
         argument_types_(shapes.size(), XLA_FFI_ArgType_BUFFER),
         result_types_(shapes.size(), XLA_FFI_RetType_BUFFER) {
-    static char nothing[64];  // the decoder refuses arrays without memory
+    alignas(256) static char nothing[64];  // the decoder refuses arrays without memory
     for (size_t i = 0; i < shapes.size(); ++i) {
       buffers_[i].struct_size = sizeof(XLA_FFI_Buffer);
       buffers_[i].dtype = shapes[i].dtype;
@@ -129,25 +129,64 @@ XLA_FFI_Error* cuda_backward(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-ErrorOr<int64_t> cuda_forward_workspace(const std::vector<BufferShape>& operands,
-                                        const Attributes& attributes) {
+namespace {
+
+// `of(problem)` of a forward call, and `of(problem, results)` of a backward call.
+template <class Of>
+auto of_forward(const std::vector<BufferShape>& operands, const Attributes& attributes,
+                const Of& of) -> ErrorOr<decltype(of(Problem()))> {
   const ShapeBuffers operand_buffers(operands), result_buffers({});
   Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
   if (!decoder.ok()) return Unexpected(decoder.error());
-  return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
+  return of(problem);
 }
-
-ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape>& operands,
-                                         const std::vector<BufferShape>& results,
-                                         const Attributes& attributes, bool deterministic) {
+template <class Of>
+auto of_backward(const std::vector<BufferShape>& operands, const std::vector<BufferShape>& results,
+                 const Attributes& attributes, bool deterministic, const Of& of)
+    -> ErrorOr<decltype(of(Problem(), cuda::BackwardResults()))> {
   const ShapeBuffers operand_buffers(operands), result_buffers(results);
   Decoder decoder(operand_buffers.as_operands(), result_buffers.as_results());
   const Problem problem = decoder.problem(attributes);
   if (!decoder.ok()) return Unexpected(decoder.error());
   const cuda::BackwardResults wanted = backward_results(decoder, problem, deterministic);
   if (!decoder.ok()) return Unexpected(decoder.error());
-  return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
+  return of(problem, wanted);
+}
+
+}  // namespace
+
+ErrorOr<int64_t> cuda_forward_workspace(const std::vector<BufferShape>& operands,
+                                        const Attributes& attributes) {
+  return of_forward(operands, attributes, [](const Problem& problem) {
+    return static_cast<int64_t>(cuda::forward_workspace_bytes(problem));
+  });
+}
+
+ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape>& operands,
+                                         const std::vector<BufferShape>& results,
+                                         const Attributes& attributes, bool deterministic) {
+  return of_backward(operands, results, attributes, deterministic,
+                     [](const Problem& problem, const cuda::BackwardResults& wanted) {
+                       return static_cast<int64_t>(cuda::backward_workspace_bytes(problem, wanted));
+                     });
+}
+
+ErrorOr<std::string> cuda_forward_kernel(const std::vector<BufferShape>& operands,
+                                         const Attributes& attributes, int capability) {
+  return of_forward(operands, attributes, [&](const Problem& problem) {
+    return cuda::forward_kernel(problem, capability);
+  });
+}
+
+ErrorOr<std::string> cuda_backward_kernel(const std::vector<BufferShape>& operands,
+                                          const std::vector<BufferShape>& results,
+                                          const Attributes& attributes, bool deterministic,
+                                          int capability) {
+  return of_backward(operands, results, attributes, deterministic,
+                     [&](const Problem& problem, const cuda::BackwardResults& wanted) {
+                       return cuda::backward_kernel(problem, wanted, capability);
+                     });
 }
 
 }  // namespace jaxflash::ffi

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "ffi/decode.h"
@@ -33,5 +34,13 @@ xla::ffi::ErrorOr<int64_t> cuda_backward_workspace(const std::vector<BufferShape
                                                    const std::vector<BufferShape>& results,
                                                    const Attributes& attributes,
                                                    bool deterministic);
+
+// Likewise what would compute it on GPUs of a compute capability, see cuda::forward_kernel.
+xla::ffi::ErrorOr<std::string> cuda_forward_kernel(const std::vector<BufferShape>& operands,
+                                                   const Attributes& attributes, int capability);
+xla::ffi::ErrorOr<std::string> cuda_backward_kernel(const std::vector<BufferShape>& operands,
+                                                    const std::vector<BufferShape>& results,
+                                                    const Attributes& attributes,
+                                                    bool deterministic, int capability);
 
 }  // namespace jaxflash::ffi
