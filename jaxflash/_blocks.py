@@ -297,14 +297,19 @@ class BlockedAttention:
     def weights(self, row: Block, column: Block) -> tuple[jax.Array, jax.Array, jax.Array | float]:
         """Probabilities before dropout, what is visible, and the soft cap's derivative.
 
-        The reference is subtracted first: the log-sum-exp alone would lose the probabilities of
-        rows whose logits are large.
+        The log-sum-exp is subtracted in two parts, since rounded it alone would lose the
+        probabilities of rows whose logits are large. It is above all logits; logit_max need not be:
+        CUDA kernels leave it up to 8 ln 2 behind.
         """
         logits, visible, slope = self.logits(row, column)
-        visible &= self.from_rows(row["logit_max"] != -jnp.inf)[..., None]
-        reference = jnp.where(row["logit_max"] != -jnp.inf, row["logit_max"], 0)
-        logits = below(logits, self.from_rows(reference)[..., None])
-        logits -= self.from_rows(row["log_sum"])[..., None]
+        seeing = row["logit_max"] != -jnp.inf
+        logit_max, log_sum = jnp.where(seeing, row["logit_max"], 0), row["log_sum"]
+        # A constant to the derivatives, which are those of the rest.
+        rounded = lax.stop_gradient(logit_max + log_sum)
+        rest = (logit_max - rounded) + log_sum
+        logits = below(logits, self.from_rows(rounded)[..., None])
+        logits -= self.from_rows(rest)[..., None]
+        visible &= self.from_rows(seeing)[..., None]
         weights = jnp.exp(jnp.where(visible, logits, 0))
         return jnp.where(visible, weights, 0), visible, slope
 
@@ -415,9 +420,9 @@ class BlockedAttention:
 def below(logits: jax.Array, reference: jax.Array) -> jax.Array:
     """Logits minus a reference, 0 for those above it; its derivative is that of the difference.
 
-    A reference is a maximum of logits that were rounded, and is above all of them but for rounding.
-    A compiler may multiply and subtract at once, without rounding between; a comparison takes care
-    that it does not.
+    A reference is the maximum or the log-sum-exp of logits that were rounded, and is above all of
+    them but for rounding. A compiler may multiply and subtract at once, without rounding between; a
+    comparison takes care that it does not.
     """
     return jnp.where(logits > reference, reference, logits) - reference
 
