@@ -120,16 +120,20 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const OperandA<F16>&
 }
 __device__ __forceinline__ void multiply_add(float (&d)[4], const OperandA<F32>& a,
                                              const OperandB<F32>& b, int block, bool precise) {
-  // Tensor cores round sums toward zero: long ones would drift, so each k-step has its own. So do
-  // the small products, lest they are lost, or, where products overflow, hide one of the other sign.
-  float sum[4] = {}, small[4] = {};
+  // Tensor cores round sums toward zero: long ones would drift, so each k-step has its own. The
+  // small products have theirs, in which they are not lost, and where they overflow: a tensor core
+  // that adds a product to an infinity of the other sign keeps the infinity, where NaN is due.
+  float sum[4] = {};
+  ptx::mma_tf32(sum, a.word, b.word[2 * block], b.word[2 * block + 1]);
   if (precise) {
+    float small[4] = {};
     ptx::mma_tf32(small, a.rest, b.word[2 * block], b.word[2 * block + 1]);
     ptx::mma_tf32(small, a.word, b.rest[2 * block], b.rest[2 * block + 1]);
-  }
-  ptx::mma_tf32(sum, a.word, b.word[2 * block], b.word[2 * block + 1]);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) d[i] += sum[i] + small[i];
+    for (int i = 0; i < 4; ++i) sum[i] += small[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) d[i] += sum[i];
 }
 
 }  // namespace jaxflash::cuda::sm80
