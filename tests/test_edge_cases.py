@@ -293,6 +293,40 @@ def test_nan_query_is_not_hidden(implementation, S):
         assert np.isfinite(got[name][:, 3:]).all(), name
 
 
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16()], ids=str)
+@pytest.mark.parametrize("S", [4, 70, 700])
+@pytest.mark.parametrize("signs", ["same", "both"])
+def test_logits_that_overflow_are_not_hidden(implementation, signs, S, dtype):
+    """Rows that see an infinite logit are NaN, and so are the gradients of its key."""
+    call = make_call(Shape(B=2, T=S, S=S, N=1), dtype)
+    # Not a number of few bits: where float32 is split in two, products of the rest overflow too.
+    call.arrays["query"][1] = call.arrays["key"][1] = 1e30
+    if signs == "both":
+        call.arrays["key"][1, 1::2] = -1e30
+    got = {name: x.astype(np.float32) for name, x in call.flash(implementation).items()}
+    for name in ("output", "lse", "d_query"):
+        assert np.isnan(got[name][1]).all(), name
+    for name in ("d_key", "d_value"):
+        assert np.isnan(got[name][1, ::2]).all(), name
+    for name, x in got.items():
+        assert np.isfinite(x[0]).all(), name
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16()], ids=str)
+@pytest.mark.parametrize("S", [4, 70, 700])
+def test_logits_that_overflow_to_minus_infinity(implementation, S, dtype):
+    """All weight is the other key's, or, where products of the rest overflow, rows are NaN."""
+    call = make_call(Shape(B=1, T=S, S=S, N=1), dtype)
+    call.arrays["query"][:] = 1e30
+    call.arrays["key"][:] = -1e30
+    call.arrays["key"][:, S // 2] = 0
+    got = call.flash(implementation, gradients=False)
+    limits = {"output": call.arrays["value"][:, S // 2, None], "lse": np.float32(0)}
+    for name, limit in limits.items():
+        is_limit = np.array_equal(got[name], np.broadcast_to(limit, got[name].shape))
+        assert is_limit or np.isnan(got[name].astype(np.float32)).all(), name
+
+
 def test_large_values_do_not_overflow_half_precision(implementation):
     """float16 inputs near its maximum: accumulated in float32, and the output is their mean."""
     call = make_call(Shape(B=1, T=3, S=130, N=1), np.float16)

@@ -121,8 +121,8 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const OperandA<F16>&
 __device__ __forceinline__ void multiply_add(float (&d)[4], const OperandA<F32>& a,
                                              const OperandB<F32>& b, int block, bool precise) {
   // Tensor cores round sums toward zero: long ones would drift, so each k-step has its own. The
-  // small products have theirs, in which they are not lost, and where they overflow: a tensor core
-  // that adds a product to an infinity of the other sign keeps the infinity, where NaN is due.
+  // small products have another: after the large one they would be lost, and before it an infinity
+  // of theirs would outlast it. In float32, infinities of both signs make NaN.
   float sum[4] = {};
   ptx::mma_tf32(sum, a.word, b.word[2 * block], b.word[2 * block + 1]);
   if (precise) {
