@@ -78,8 +78,22 @@ constexpr BackwardTile backward_tile(int dim) {
 
 // Of kernels that apply all rules, whose tiles of bias and mask have 64 rows. Room for these is
 // what shared memory has left: for a bias of floats and a mask, for one of 16-bit types and a mask,
-// for one of 16-bit types or a mask. Not measured. With dim 64, 128 rows compile too, probabilities
-// kept in shared memory, but leave no room for a bias.
+// for one of 16-bit types or a mask. With dim 64, 128 rows compile too, probabilities kept in
+// shared memory, but leave no room for a bias.
+//
+// How many times as fast as the portable kernels, on an H200 on 2026-11-30, 4096 keys, hidden size
+// 2048, 16384 tokens; not timed with dim 256:
+//
+//                                dim 64   dim 128
+//   soft cap                      1.26      1.68
+//   dropout                       1.46      1.98
+//   8 documents                   1.30      1.63
+//   random segment ids            1.23
+//   dense mask                    1.38      1.75
+//   bias, 16 bits                 1.30      1.72
+//   bias, floats                  1.9
+//   gradient of a bias            1.16      1.56   [1, N, T, S]
+//                                 1.0              [B, N, T, S]
 constexpr BackwardTile everything_backward_tile(int dim) {
   if (dim <= 64) return {128, 64, 2, true, 2, 64 * 128 * 5};
   if (dim <= 128) return {128, 64, 2, true, 1, 64 * 128 * 3};
