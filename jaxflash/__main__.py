@@ -1,7 +1,7 @@
 """`python -m jaxflash`: what was built, what was found, and why something is off.
 
-With `--length` and others: which CUDA kernels a call of attention and its gradient would run, of
-tensors of that size, on this machine's GPU or another. Needs no GPU.
+With `--length` and other options: which CUDA kernels such a call of attention and its gradient
+would run, on the GPU here or on another. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -47,6 +47,21 @@ DTYPES = ("bfloat16", "float16", "float32")
 FEATURES = ("bias", "mask", "segment-ids", "lengths", "soft-cap", "sinks", "dropout")
 
 
+def parse_capability(text: str) -> int:
+    """A compute capability "major.minor" as a number, 10 * major + minor."""
+    major, _, minor = text.partition(".")
+    return 10 * int(major) + int(minor or 0)
+
+
+def local_capability() -> int:
+    """The compute capability of the GPU here; 90 where there is none."""
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        return 90
+    return parse_capability(device.compute_capability)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -64,27 +79,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int, metavar="W", help="keys on each side")
-    parser.add_argument("--with", nargs="+", default=[], choices=FEATURES, dest="features")
-    parser.add_argument("--deterministic", action="store_true", help="gradients")
+    parser.add_argument(
+        "--with",
+        nargs="+",
+        default=[],
+        choices=FEATURES,
+        dest="features",
+        metavar="WHAT",
+        help=f"{', '.join(FEATURES)}; the bias is [1, N, T, S], the mask [B, 1, T, S]",
+    )
+    parser.add_argument("--deterministic", action="store_true", help="deterministic_gradients")
     parser.add_argument(
         "--capability",
-        type=lambda text: int(text.replace(".", "")),
+        type=parse_capability,
         metavar="M.N",
-        help="compute capability of the GPU; default: that of this machine's, or 9.0",
+        help="compute capability of the GPU; default: of the one here, or else 9.0",
     )
     return parser
-
-
-def capability() -> int:
-    """Ten times the major compute capability and the minor one of the GPU here; 90 without one."""
-    device = jax.devices()[0]
-    return int(getattr(device, "compute_capability", "9.0").replace(".", ""))
 
 
 def choice(settings: argparse.Namespace) -> Iterator[str]:
     """Lines that say which kernels a call of attention and its gradient run."""
     batch, rows, heads, dim = settings.batch, settings.length, settings.heads, settings.head_dim
-    keys, kv_heads = settings.key_length or rows, settings.kv_heads or heads
+    keys = rows if settings.key_length is None else settings.key_length
+    kv_heads = heads if settings.kv_heads is None else settings.kv_heads
+    value_dim = dim if settings.value_dim is None else settings.value_dim
+    capability = local_capability() if settings.capability is None else settings.capability
 
     def array(*shape: int, dtype: Any = settings.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -92,7 +112,7 @@ def choice(settings: argparse.Namespace) -> Iterator[str]:
     differentiable = {
         "query": array(batch, rows, heads, dim),
         "key": array(batch, keys, kv_heads, dim),
-        "value": array(batch, keys, kv_heads, settings.value_dim or dim),
+        "value": array(batch, keys, kv_heads, value_dim),
     }
     others: dict[str, Any] = {}
     static: dict[str, Any] = {
@@ -121,9 +141,7 @@ def choice(settings: argparse.Namespace) -> Iterator[str]:
     def loss(differentiable: dict[str, Any], others: dict[str, Any]) -> jax.Array:
         return flash_attention(**differentiable, **others, **static).sum()
 
-    return cuda_choice(
-        jax.grad(loss), differentiable, others, capability=settings.capability or capability()
-    )
+    return cuda_choice(jax.grad(loss), differentiable, others, capability=capability)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

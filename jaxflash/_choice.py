@@ -10,23 +10,24 @@ import jax
 
 from jaxflash import _native
 from jaxflash._modules import MODULES
-from jaxflash._platforms import BACKWARD, FORWARD, Call, Cuda, Target
+from jaxflash._platforms import Call, Cuda
 from jaxflash._primitives import backward_p, forward_p
 
-NAMES = {forward_p: ("forward", _native.forward), backward_p: ("backward", _native.backward)}
+# Names of the primitives, and what calls their kernels.
+_CALLS = {forward_p: ("forward", _native.forward), backward_p: ("backward", _native.backward)}
 
 
-class _Asked(Cuda):
-    """The CUDA kernels, that say what they are whenever they are called."""
+class _Noting(Cuda):
+    """The CUDA kernels; notes which of them a call would run."""
 
     def __init__(self, capability: int):
         super().__init__(MODULES["cuda"])
         self._capability = capability
-        self.answers: dict[Target, str] = {}
+        self.noted = "nothing to compute"  # unless there is a call
 
     def workspace(self, call: Call) -> list[Any]:
-        """The workspace, as ever."""
-        self.answers[call.target] = self.kernel(call, self._capability)
+        """The type of the call's workspace: every call asks for it."""
+        self.noted = self.kernel(call, self._capability)
         return super().workspace(call)
 
 
@@ -36,28 +37,30 @@ def cuda_choice(function: Callable[..., Any], *operands: Any, capability: int) -
     Args:
       function: a function of arrays that JAX can trace, derivatives included.
       operands: its arrays, or their shapes and dtypes.
-      capability: of the GPU, ten times the major version and the minor one: 90 for an H100.
+      capability: the GPU's compute capability, 10 * major + minor: 90 for an H100.
 
     Yields:
       Lines "forward: ..." and "backward: ...".
 
     Raises:
-      NotImplementedError: there are no CUDA kernels here.
+      NotImplementedError: there are no CUDA kernels here, or none for such a GPU.
     """
     if reason := MODULES["cuda"].reason:
         raise NotImplementedError(f"no CUDA kernels here: {reason}")
+    if capability < 80:
+        got = f"{capability // 10}.{capability % 10}"
+        raise NotImplementedError(f"CUDA kernels need compute capability 8.0 or more, got {got}")
     for equation in _equations(jax.make_jaxpr(function)(*operands).jaxpr):
-        if equation.primitive not in NAMES:
+        if equation.primitive not in _CALLS:
             continue
-        name, native = NAMES[equation.primitive]
+        name, native = _CALLS[equation.primitive]
         types = [variable.aval for variable in equation.invars]
         if why_not := _native.why_not("cuda", types, **equation.params):
             yield f'{name}: implementation "xla": {why_not}'
             continue
-        asked = _Asked(capability)
-        jax.eval_shape(functools.partial(native, asked, **equation.params), *types)
-        answer = asked.answers.get(FORWARD if name == "forward" else BACKWARD)
-        yield f"{name}: {answer or 'nothing to compute'}"
+        platform = _Noting(capability)
+        jax.eval_shape(functools.partial(native, platform, **equation.params), *types)
+        yield f"{name}: {platform.noted}"
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -267,19 +267,25 @@ def test_export_with_symbolic_batch_and_lengths():
         ("--length 333 --capability 8.9 --with sinks lengths", ["portable", "portable"]),
         ("--length 333 --key-length 20 --kv-heads 2 --value-dim 32", ["Hopper", "Hopper"]),
         ("--length 333 --window 5 --with segment-ids soft-cap", ["Hopper", "Hopper"]),
+        ("--length 333 --with bias soft-cap", ["Hopper", "portable"]),
+        ("--length 333 --key-length 0", ["portable", "portable"]),
     ],
 )
 def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monkeypatch):
-    monkeypatch.setattr(command, "capability", lambda: 90)
-    command.main(["--length", "333"])
-    if "Hopper" not in capsys.readouterr().out:
+    if "90a-real" not in _modules.MODULES["cuda"].facts["architectures"]:
         pytest.skip("built without the Hopper kernels")
+    monkeypatch.setattr(command, "local_capability", lambda: 90)
     command.main(options.split())
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
     for line, family in zip(lines, said, strict=True):
         assert f": {family} kernel" in line
         assert re.search(r"tiles of \d+ queries and \d+ keys", line)
+
+
+def test_command_line_says_that_nothing_is_computed(capsys):
+    command.main(["--length", "333", "--batch", "0"])
+    assert capsys.readouterr().out.splitlines()[1] == "backward: nothing to compute"
 
 
 def test_command_line_says_why_there_is_no_kernel(capsys):
@@ -296,6 +302,8 @@ def test_command_line_says_why_there_is_no_kernel(capsys):
         ("--length 4 --kv-heads 3", "multiple of the 3 key/value heads, got 8"),
         ("--length 4 --head-dim 300", "head"),
         ("--length 4 --dtype float64", "--dtype"),
+        ("--length 4 --capability 7.5", "need compute capability 8.0 or more, got 7.5"),
+        ("--length 4 --capability Hopper", "--capability"),
     ],
 )
 def test_command_line_refuses(options, text, capsys):

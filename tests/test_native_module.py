@@ -8,6 +8,7 @@ import pytest
 
 import jaxflash
 from calls import run_python
+from jaxflash import __main__ as command
 from jaxflash import _modules, flash_attention
 
 
@@ -76,6 +77,14 @@ def test_command_line_reports_the_build(module):
     for name in module.facts:
         assert f"{name}: " in text
     assert module.facts["compiler"] in text
+
+
+def test_command_line_without_the_cuda_module(monkeypatch, capsys):
+    absent = _modules.Module("jaxflash._cuda", None, "was not built")
+    monkeypatch.setitem(_modules.MODULES, "cuda", absent)
+    with pytest.raises(SystemExit):
+        command.main(["--length", "4"])
+    assert "no CUDA kernels here: was not built" in capsys.readouterr().err
 
 
 WITHOUT_MODULE = """
