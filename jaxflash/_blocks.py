@@ -297,9 +297,9 @@ class BlockedAttention:
     def weights(self, row: Block, column: Block) -> tuple[jax.Array, jax.Array, jax.Array | float]:
         """Probabilities before dropout, what is visible, and the soft cap's derivative.
 
-        The log-sum-exp is subtracted in two parts, since rounded it alone would lose the
-        probabilities of rows whose logits are large. It is above all logits; logit_max need not be:
-        CUDA kernels leave it up to 8 ln 2 behind.
+        The log-sum-exp is subtracted in two parts, rounded and what that took away: without the
+        latter, probabilities of rows whose logits are large would be lost. It is above all logits;
+        logit_max need not be: CUDA kernels leave it up to 8 ln 2 behind.
         """
         logits, visible, slope = self.logits(row, column)
         seeing = row["logit_max"] != -jnp.inf

@@ -116,16 +116,9 @@ const HopperKernel* find_hopper_kernel(const Problem& problem) {
   return nullptr;
 }
 
-// Whether the tensor memory accelerator can read the operands.
-bool can_map(const Problem& problem) {
-  return sm90::can_map(problem.query, problem.head_dim) &&
-         sm90::can_map(problem.key, problem.head_dim) &&
-         sm90::can_map(problem.value, problem.value_dim);
-}
-
-// The same of the backward kernels, which want blocks for half of a GPU, and keys of their own for
-// each batch. They have no gradient of a bias beside a soft cap, whose slope is in the gradients of
-// the logits that they know.
+// The Hopper kernel for a problem's gradients, likewise. It wants blocks for half of a GPU, and
+// keys of their own for each batch. It has no gradient of a bias beside a soft cap: the gradients
+// of logits that it computes are those before the cap, and the bias is added after it.
 const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
                                                  const BackwardResults& results) {
   const int64_t dim = std::max(problem.head_dim, problem.value_dim);
@@ -141,14 +134,21 @@ const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
           cotangent->data != nullptr && cotangent->batch[at] == 0 && problem.batch_size[at] > 1;
     }
   }
-  const bool both = results.bias.data != nullptr && problem.soft_cap != 0;
-  if (results.deterministic || both || summed || empty || huge || split) return nullptr;
+  const bool capped_bias = results.bias.data != nullptr && problem.soft_cap != 0;
+  if (results.deterministic || capped_bias || summed || empty || huge || split) return nullptr;
   const bool everything = gradients_need_everything(problem);
   for (const HopperBackwardKernel& kernel : kHopperBackwardKernels) {
     const bool fits = kernel.backward != nullptr && kernel.dtype == problem.query.dtype;
     if (fits && kernel.dim >= dim && kernel.everything == everything) return &kernel;
   }
   return nullptr;
+}
+
+// Whether the tensor memory accelerator can read the operands.
+bool can_map(const Problem& problem) {
+  return sm90::can_map(problem.query, problem.head_dim) &&
+         sm90::can_map(problem.key, problem.head_dim) &&
+         sm90::can_map(problem.value, problem.value_dim);
 }
 
 // Whether gradients of keys and values take 16-byte stores.

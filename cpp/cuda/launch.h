@@ -46,8 +46,8 @@ enum class Precision : uint8_t { kFloat, kTF32 };
 size_t forward_workspace_bytes(const Problem& problem);
 size_t backward_workspace_bytes(const Problem& problem, const BackwardResults& results);
 
-// What computes a call on GPUs of a compute capability, 10 * major + minor, in words; empty where
-// no kernel does. As above, addresses don't count: arrays are taken for aligned and dense.
+// What computes a call on GPUs of a compute capability, 10 * major + minor, that there is code for,
+// in words; empty where no kernel does. Arrays are taken for dense, and as aligned as XLA's.
 std::string forward_kernel(const Problem& problem, int capability);
 std::string backward_kernel(const Problem& problem, const BackwardResults& results, int capability);
 

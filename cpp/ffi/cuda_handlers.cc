@@ -88,7 +88,9 @@ class ShapeBuffers {
       : buffers_(shapes.size()),
         argument_types_(shapes.size(), XLA_FFI_ArgType_BUFFER),
         result_types_(shapes.size(), XLA_FFI_RetType_BUFFER) {
-    alignas(256) static char nothing[64];  // the decoder refuses arrays without memory
+    // The decoder refuses arrays without memory. As aligned as XLA's, on which the choice of
+    // kernels depends.
+    alignas(256) static char nothing[64];
     for (size_t i = 0; i < shapes.size(); ++i) {
       buffers_[i].struct_size = sizeof(XLA_FFI_Buffer);
       buffers_[i].dtype = shapes[i].dtype;
