@@ -622,8 +622,9 @@ struct Consumer {
     }
   }
 
-  // Logits to probabilities relative to the references, which move on to the maxima; `shrink`: what
-  // was summed before is to be multiplied by it.
+  // Logits to probabilities relative to the references, which move on to the maxima where these are
+  // more than 2^8 times as probable: numerator and denominator share them, so the result is the
+  // same, and sums are seldom multiplied. `shrink`: what is to multiply those made before.
   __device__ __forceinline__ void softmax(float (&s)[kLogits], const Exponent<T>& exponent,
                                           float (&shrink)[2]) {
 #pragma unroll
@@ -635,7 +636,8 @@ struct Consumer {
         peak[1] = fmaxf(peak[1], s[i + 2 * half + 1]);
       }
       const float old = reference[half];
-      const float now = fmaxf(old, exponent.reference(sm80::quad_max(fmaxf(peak[0], peak[1]))));
+      const float highest = exponent.reference(sm80::quad_max(fmaxf(peak[0], peak[1])));
+      const float now = highest - old > 8.f ? highest : old;
       reference[half] = now;
       shrink[half] = ptx::ex2(exponent.difference(old, now));
       sum[half] *= shrink[half];
@@ -772,8 +774,10 @@ struct Consumer {
     make_probabilities(plan, unit, visit, draws, s, shrink);
     finish_products(last);
     pack(s);
+    if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
-    for (int i = 0; i < V / 2; ++i) output[i] *= shrink[i / 2 % 2];
+      for (int i = 0; i < V / 2; ++i) output[i] *= shrink[i / 2 % 2];
+    }
   }
 
   // Likewise where the tile is the first of other rows, of plan `next`.
