@@ -248,6 +248,8 @@ class Cuda(Platform):
         if "query" in results or "scale" in results:
             # A strip of 16 rows has dim / 16 KiB of floats, and 4 bytes of a counter.
             size += batches * query[-2] * strips * (dim // 16) + batches * query[-2] * strips // 256
+        if call.target is not FORWARD:
+            size += batches * query[-2] * strips * 3 // 16  # three floats of each row
         if "bias" in results:
             *rest, columns = results["bias"][0]
             size += (

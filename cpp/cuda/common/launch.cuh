@@ -23,7 +23,9 @@ inline Error text_of(cudaError_t error) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-inline int64_t tiles_of(int64_t length, int64_t tile) { return (length + tile - 1) / tile; }
+__host__ __device__ inline int64_t tiles_of(int64_t length, int64_t tile) {
+  return (length + tile - 1) / tile;
+}
 
 // Deals out a workspace in aligned pieces. Without memory it only adds up sizes.
 class Cursor {

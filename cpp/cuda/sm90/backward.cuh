@@ -13,41 +13,35 @@
 // of the next. Only d^T key sums over the keys of both warpgroups: d goes by way of shared memory,
 // and that product is one item late (an item: a tile of rows of a head), so that no warpgroup
 // waits for the other in the same item, and one's exponentials fall into the other's products. Its
-// result is added to sums in global memory, in f32, a strip of 16 rows a warp.
+// result is added to sums in global memory, in f32, a strip of 16 rows a warp, by bulk copies that
+// a third warp for each warpgroup starts.
 //
 // With 128 keys a warpgroup has both sums of its 64 keys in registers. With 64 keys, where the head
 // dim leaves no registers for that, one has the values' sums and one the keys': the first makes p
 // and passes it on, the second makes d.
 //
-// Budget of an item and block, by count, not measured. A tensor core product m64nNk16 takes N / 2
-// clocks; shared memory gives 128 bytes a clock; a consumer thread has 232 registers.
-//
-//   dim (rows x keys)             64 (128 x 128)   128 (64 x 128)   256 (64 x 64)
-//   tensor cores, clocks               2560             2560             2560
-//   exponentials, clocks               1024              512              256
-//   shared memory: products read     224 KB           256 KB           256 KB
-//     copies, d, p                    64 KB            48 KB            88 KB
-//     query sums (bulk: twice)        64 KB            64 KB            64 KB
-//     together, clocks                 2800             2950             3250
-//   query sums to L2, bytes a clock      11               11               20
-//   registers: sums                      64              128              128
-//     s and g; p twice; query sums  128; 64; 32       64; 32; 32       32; 16; 32
-//   shared memory taken              195 KB           194 KB           219 KB
-//
-// So shared memory comes before the tensor cores, and with dim 256 what L2 can add up. Measured,
-// neither is what limits: an item takes 4100 clocks with dim 128, since a warpgroup's own chain of
-// products, exponentials, stores and fences is that long, and the other fills only half of its
-// gaps.
+// What limits (Nsight Compute on an H200, 8192 keys, head dims 64 and 128; clocks of an item of 128
+// x 128 or 64 x 128 at a fixed 1.35 GHz): tensor cores are busy for 2560 of 4400 and 3720 clocks,
+// the pipe to shared memory for 2950 and 2760: products' operands 1800 and 2060, statistics 550 and
+// 280, d 260 and 130, query sums 260. Whatever goes through it, shuffles and special registers too,
+// queues behind the rest, so what counts is how little does, and that nothing is read right after
+// stores. A consumer thread has 232 registers, all in use.
 //
 // Tried on H200s on 2026-11-30, 16384 tokens, hidden size 2048, 8192 keys, 20 ms a timing; each
 // pair in one run, since machines and their temperatures differ by as much as some of these:
 //
+//   - statistics in an order in which lanes read neighbours, one float of them a row instead of
+//     two, read ahead; fences and bulk copies by those who wait, not by consumers; the plan in
+//     uniform registers, the thread's index in one: 425 -> 485 (dim 64), 515 -> 550 (dim 128).
 //   - dim 128, the next item's first product started together with the others, not after query sums
 //     are added: 495 -> 530 TFLOP/s. With dim 256, where the warpgroups hand p on, 425 -> 380: not
 //     done.
+//   - dims 64 and 128, warpgroups take turns at products by named barriers: 400 -> 365, 512 -> 510;
+//     FlashAttention-3's order of products: 400 -> 375.
 //   - dims 64 and 128, vector reductions from registers instead of bulk copies: 418 -> 414, 438 ->
 //     414; and a third stage of rows: 418 -> 413, 438 -> 415.
 //   - dim 64 with 64 rows, both products of the next item early: 430 -> 376.
+//   - query sums handed over together with the next d, one fence for both: they are read too late.
 //   - blocks that deal out and plan further tiles of keys ahead, keys in the L2 cache: 5 to 17 %
 //     more with dim 64 and up to 1024 keys, but 2 to 11 % less nearly everywhere else.
 //
@@ -57,8 +51,7 @@
 //      half of the columns of 128 keys: half of the bytes to L2. Queries by multicast.
 //   2. Short sequences, where clearing and converting query sums takes a tenth: a cluster of all
 //      tiles of keys of a head, which sums through distributed shared memory.
-//   3. Dim 64 with 192 keys, three consumer warpgroups of 160 registers, 64 rows.
-//   4. Warpgroups take turns at s and g by named barriers, as in the forward kernel.
+//   3. A part of the exponentials by multiply-adds: a warpgroup's 64 a thread take 800 clocks.
 //
 // All rules (the policy Everything): items that are hidden as a whole are passed over, which the
 // loader and the reader each find out on their own; consumers are told by the reader. Products
@@ -96,32 +89,37 @@ struct Item {
   int head, tile;
 };
 
-// What a block is to do.
-struct BackwardPlan {
-  Extent extent;
-  int first_key;
-  int keys;                    // of the tile, that exist
-  int begin, end;              // tiles of rows that see any of the keys
-  int whole_begin, whole_end;  // those of them whose existing rows see all keys
-  int heads;                   // of queries; 0 where no row sees any of the keys
-  int query_length;
-  float scale;
-  Place query, cotangent, key, value;  // query, cotangent: of the first head
-  // Element offsets, of the first query head.
-  int64_t logit_max, log_sum, delta, query_sums;
-  int64_t key_cotangent, value_cotangent;
+// The items of a block: tiles [begin, end) of rows, those that see any of the keys, of each head.
+struct Items {
+  int begin, end;
+  int heads;  // of queries; 0 where no row sees any of the keys
 
   __device__ __forceinline__ Item first() const { return {0, begin}; }
   __device__ __forceinline__ bool is_last(const Item& item) const {
     return item.head + 1 == heads && item.tile + 1 == end;
   }
-  // The items after and before one. There is none before the first: head -1.
   __device__ __forceinline__ Item after(const Item& item) const {
     return item.tile + 1 < end ? Item{item.head, item.tile + 1} : Item{item.head + 1, begin};
   }
+  // There is none before the first: head -1.
   __device__ __forceinline__ Item before(const Item& item) const {
     return item.tile > begin ? Item{item.head, item.tile - 1} : Item{item.head - 1, end - 1};
   }
+};
+
+// What a block is to do.
+struct BackwardPlan {
+  Extent extent;
+  int first_key;
+  int keys;  // of the tile, that exist
+  Items items;
+  int whole_begin, whole_end;  // tiles of rows of which those that exist see all keys
+  int query_length;
+  float scale;
+  Place query, cotangent, key, value;  // query, cotangent: of the first head
+  // Element offsets, of the first query head.
+  int64_t rows, query_sums;
+  int64_t key_cotangent, value_cotangent;
 };
 
 // Probabilities are kept times 2^kShift, exactly: as f16, small ones would lose digits. Sums of
@@ -129,7 +127,8 @@ struct BackwardPlan {
 inline constexpr int kShift = 12;
 inline constexpr float kUnshift = 1.f / (1 << kShift);
 
-// What probabilities take of a row's statistics: 2^((s + reference) * scale * log2(e) + rest).
+// What probabilities take of a row's statistics: 2^((s + reference) * scale * log2(e) + rest). The
+// reference is 0 but where logits are huge, see BackwardReader::terms_of.
 struct RowTerms {
   float reference, rest;
 };
@@ -169,7 +168,18 @@ struct Backward {
   static constexpr int kPieceColumns = kRows * D == 64 * 64 ? 32 : 64;
   static constexpr int kRowPieces = D / kPieceColumns;  // of the same rows
   static constexpr int kPieces = kRows / 64 * kRowPieces / BackwardTile::kWarpgroups;  // of each
-  static constexpr int kStripBytes = 16 * kPieceColumns * 4;                           // of a warp
+  // Of a warpgroup's piece `i`: its rows and columns among those of the tile.
+  static __device__ __forceinline__ int piece_rows(int warpgroup, int i) {
+    return (warpgroup * kPieces + i) / kRowPieces;
+  }
+  static __device__ __forceinline__ int piece_columns(int warpgroup, int i) {
+    return (warpgroup * kPieces + i) % kRowPieces;
+  }
+  static constexpr int kStripBytes = 16 * kPieceColumns * 4;  // of a warp
+  // Where a warpgroup has both sums, probabilities wait for g in registers, or, where all rules
+  // leave none for that, in the place of the warp's strip of query sums.
+  static constexpr bool kKeepsInRegisters = kOwnsKeys && (!Policy::kEverything || D < 128);
+  static_assert(!kOwnsKeys || kKeepsInRegisters || kBulk);
   static constexpr int kMovedBytes = kBulk       ? kWarps * kStripBytes
                                      : kOwnsKeys ? 16
                                                  : kRows * kKeys * 2;
@@ -187,13 +197,14 @@ struct Backward {
 
   // Barriers; `warps` stands for all consumer warps.
   //   keys_landed      the loader arrives, copies are counted; warps and the reader wait
-  //   rows_landed      the loader arrives, copies are counted; warps wait, and the reader where it
-  //                    has rows to clear
-  //   rows_ready       the reader arrives: terms are there, rows (and keys) that must not count are
-  //                    zeros; warps wait
+  //   rows_landed      the loader arrives, copies are counted; the reader waits
+  //   rows_ready       the reader arrives: rows have landed, terms are there, rows (and keys) that
+  //                    must not count are zeros; warps wait
   //   rows_empty       each warp arrives once it has read tiles and terms; loader and reader wait
   //   gradients_full   each warp that makes d arrives; warps wait
   //   gradients_empty  each warp arrives once its product of them is done; makers of d wait
+  //   strips_full      of a warpgroup: each of its warps arrives; its adder waits
+  //   strips_empty     the adder arrives once it has read them; the warpgroup waits
   //   passed_full      each warp of the first warpgroup arrives; those of the second wait
   //   passed_empty     the other way round
   //   arrays_full      the loader arrives, copies are counted; warps that make p wait
@@ -202,14 +213,15 @@ struct Backward {
   struct Arrays {
     uint8_t arrays[kArrayStages][kTile.array_bytes];  // of bias and mask
   };
-  static constexpr int kItems = kStages + 2;
+  // A power of two, since counts wrap: while an adder is at one, the reader is at most at the
+  // fourth after it (kStages is 2).
+  static constexpr int kItems = kBulk ? 8 : 4;
+  static_assert(!kBulk || kStages + 3 <= kItems);
   struct NoRules {};
   struct Rules {
     PlanRules<Everything> plan;  // of the first head
     // Of the heads of the items whose rows a stage has; the reader writes them ahead of rows_ready.
     sm80::ScaledView views[kStages];
-    // Of these stages, and of the items before: while a consumer is at one and asks for the one
-    // before it, the reader is at most at the second after it.
     VisitedItem items[kItems];
     float keep_scale;  // of dropout
     uint64_t arrays_full[kArrayStages], arrays_empty[kArrayStages];
@@ -220,13 +232,15 @@ struct Backward {
     uint8_t query[kStages][kRowBytes];
     uint8_t cotangent[kStages][kRowBytes];
     uint8_t gradients[2][kGradientBytes];
-    uint8_t moved[kMovedBytes];  // strips of query sums, or p on its way
-    RowTerms terms[kStages][kRows];
-    float delta[kStages][kRows];  // times 2^-kShift
+    uint8_t moved[kMovedBytes];                             // strips of query sums, or p on its way
+    float reference[kStages][kRows], rest[kStages][kRows];  // RowTerms
+    float delta[kStages][kRows];                            // times 2^-kShift
+    uint32_t has_references[kStages];                       // whether one of these is not 0
     KeyRows key_rows[kKeys];
     uint64_t keys_landed;
     uint64_t rows_landed[kStages], rows_ready[kStages], rows_empty[kStages];
     uint64_t gradients_full[2], gradients_empty[2];
+    uint64_t strips_full[2], strips_empty[2];
     uint64_t passed_full, passed_empty;
     BackwardPlan plan;
     std::conditional_t<Policy::kEverything, Rules, NoRules> rules;
@@ -267,11 +281,12 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   plan.extent = extent;
   plan.first_key = static_cast<int>(first_key);
   plan.keys = static_cast<int>(clamp_to(extent.key_length - first_key, 0, B::kKeys));
-  plan.begin = static_cast<int>(any.begin / kRows);
-  plan.end = any.end > any.begin ? static_cast<int>((any.end + kRows - 1) / kRows) : plan.begin;
+  plan.items.begin = static_cast<int>(any.begin / kRows);
+  plan.items.end =
+      any.end > any.begin ? static_cast<int>((any.end + kRows - 1) / kRows) : plan.items.begin;
   plan.whole_begin = static_cast<int>((every.begin + kRows - 1) / kRows);
   plan.whole_end = static_cast<int>((every.end + (to_the_end ? kRows - 1 : 0)) / kRows);
-  plan.heads = plan.begin < plan.end ? static_cast<int>(params.group) : 0;
+  plan.items.heads = plan.items.begin < plan.items.end ? static_cast<int>(params.group) : 0;
   plan.query_length = static_cast<int>(extent.query_length);
   plan.scale = batch_value<float>(problem.scale, index, 1.f);
   plan.query = place_of(params.query, index, head);
@@ -281,9 +296,7 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   const auto offset = [&](const Tensor& tensor, int of_head) {
     return batch_offset(tensor, index) + of_head * tensor.head;
   };
-  plan.logit_max = offset(params.statistics.logit_max, head);
-  plan.log_sum = offset(params.statistics.log_sum, head);
-  plan.delta = offset(params.delta, head);
+  plan.rows = (batch * problem.query_heads + head) * problem.query_length;
   plan.key_cotangent = offset(params.key_cotangent, key_head);
   plan.value_cotangent = offset(params.value_cotangent, key_head);
   plan.query_sums = (batch * problem.query_heads + head) * params.strips * (16 * D);
@@ -303,7 +316,10 @@ struct ItemWalk {
   // At the first item.
   __device__ __forceinline__ ItemWalk(const BackwardParams& params,
                                       const typename B::Shared& shared)
-      : params(params), shared(shared), heads(shared.plan.heads), item{0, shared.plan.begin - 1} {
+      : params(params),
+        shared(shared),
+        heads(shared.plan.items.heads),
+        item{0, shared.plan.items.begin - 1} {
     if (heads > 0) go_on();
   }
 
@@ -313,12 +329,12 @@ struct ItemWalk {
     const BackwardPlan& plan = shared.plan;
     while (true) {
       const sm80::Visit visit =
-          scan.next(item.tile + 1, plan.end, [this](int tile) { return checks_of(tile); });
+          scan.next(item.tile + 1, plan.items.end, [this](int tile) { return checks_of(tile); });
       item.tile = visit.tile;
       checks = visit.checks;
-      if (visit.tile < plan.end) return;
+      if (visit.tile < plan.items.end) return;
       if (++item.head == heads) return;
-      item.tile = plan.begin - 1;
+      item.tile = plan.items.begin - 1;
       scan.count = 0;  // what it knows is of another head
     }
   }
@@ -354,7 +370,7 @@ __device__ __forceinline__ void plan_items(const BackwardParams& params,
   __syncwarp();  // all lanes wait for the parts that tiles' checks need
   const ItemWalk<B> walk(params, shared);
   __syncwarp();  // lane 0 waits for all lanes to have read the plan
-  if (first_lane && walk.ends()) shared.plan.heads = 0;
+  if (first_lane && walk.ends()) shared.plan.items.heads = 0;
   if (first_lane) shared.rules.items[B::kItems - 1].item.head = -1;  // before the first
 }
 
@@ -418,7 +434,8 @@ struct BackwardLoader {
     copy_keys();
     Ring<B::kStages> rows;
 #pragma unroll 1
-    for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
+    for (Item item = plan.items.first(); item.head < plan.items.heads;
+         item = plan.items.after(item)) {
       wait(shared.rows_empty[rows.stage()], rows.parity() ^ 1);
       copy_rows(item, rows.stage());
       rows.advance();
@@ -482,16 +499,12 @@ struct BackwardReader {
   struct Statistic {
     float logit_max, log_sum, delta;
   };
-  __device__ __forceinline__ float load(const Tensor& of, int64_t offset, int head, int row) const {
-    return static_cast<const float*>(of.data)[offset + head * of.head + row * of.row];
-  }
   // Of a row that does not exist as of one that sees nothing.
   __device__ __forceinline__ Statistic statistic_of(int head, int row) const {
     const BackwardPlan& plan = shared.plan;
     if (row >= plan.query_length) return {sm80::minus_infinity(), 0.f, 0.f};
-    return {load(params.statistics.logit_max, plan.logit_max, head, row),
-            load(params.statistics.log_sum, plan.log_sum, head, row),
-            load(params.delta, plan.delta, head, row)};
+    const int64_t at = plan.rows + head * params.problem.query_length + row;
+    return {params.rows.logit_max[at], params.rows.log_sum[at], params.rows.delta[at]};
   }
 
   // What logits are held in units of.
@@ -500,13 +513,15 @@ struct BackwardReader {
     return shared.plan.scale;
   }
 
-  // Logits are taken relative to their maximum before they are rounded to exponents: both may be
-  // huge. What that loses of the maximum, in units of the scale, goes to the rest.
+  // Huge logits are taken relative to their maximum before they are rounded to exponents. What that
+  // loses of the maximum, in units of the scale, goes to the rest. Up to kHuge the exponents'
+  // error, half a unit in the last place of the maximum, is far below that of 16-bit probabilities.
+  static constexpr float kHuge = 256.f;
   __device__ __forceinline__ RowTerms terms_of(const Statistic& x) const {
     if (x.logit_max == sm80::minus_infinity()) return {0.f, sm80::minus_infinity()};
     const float scale = logit_unit();
     const bool normal = fabsf(scale) >= FLT_MIN;  // else 1 / scale may be infinite
-    const float reference = normal ? -x.logit_max / scale : 0.f;
+    const float reference = normal && fabsf(x.logit_max) > kHuge ? -x.logit_max / scale : 0.f;
     const float rounding = fmaf(reference, scale, x.logit_max);
     return {reference, kShift - (x.log_sum + rounding) * sm80::kLog2E};
   }
@@ -524,26 +539,33 @@ struct BackwardReader {
     }
     wait(shared.rows_empty[stage], rows.parity() ^ 1);
     begin(stage);
-    bool landed = false;
+    uint32_t cleared[kLaneRows], referred = 0;
 #pragma unroll
     for (int i = 0; i < kLaneRows; ++i) {
       const int row = 32 * i + lane();
-      shared.terms[stage][row] = terms_of(x[i]);
+      const RowTerms terms = terms_of(x[i]);
+      shared.reference[stage][row] = terms.reference;
+      shared.rest[stage][row] = terms.rest;
+      referred |= __ballot_sync(0xffffffffu, terms.reference != 0.f);
       const bool dead = x[i].logit_max == sm80::minus_infinity();
       shared.delta[stage][row] = dead ? 0.f : x[i].delta * kUnshift;
-      uint32_t cleared =
+      cleared[i] =
           __ballot_sync(0xffffffffu, dead && first_row + row < params.problem.query_length);
-      if (cleared != 0 && !landed) {
-        wait(shared.rows_landed[stage], rows.parity());
-        landed = true;
-      }
+    }
+    if (lane() == 0) shared.has_references[stage] = referred;
+    // So that consumers need to wait for one barrier only.
+    wait(shared.rows_landed[stage], rows.parity());
+    uint32_t any_cleared = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneRows; ++i) {
+      any_cleared |= cleared[i];
 #pragma unroll 1
-      for (; cleared != 0; cleared &= cleared - 1) {
+      for (uint32_t left = cleared[i]; left != 0; left &= left - 1) {
         clear_row<B::kRowPanelBytes>(shared.query[stage], shared.cotangent[stage],
-                                     32 * i + __ffs(cleared) - 1);
+                                     32 * i + __ffs(left) - 1);
       }
     }
-    if (landed) ptx::fence_proxy_async();
+    if (any_cleared != 0) ptx::fence_proxy_async();
     __syncwarp();  // lane 0 waits for all lanes' terms and zeros
     if (lane() == 0) arrive(shared.rows_ready[stage]);
     rows.advance();
@@ -554,7 +576,8 @@ struct BackwardReader {
     clear_keys();
     Ring<B::kStages> rows;
 #pragma unroll 1
-    for (Item item = plan.first(); item.head < plan.heads; item = plan.after(item)) {
+    for (Item item = plan.items.first(); item.head < plan.items.heads;
+         item = plan.items.after(item)) {
       read(item, rows, [](uint32_t) {});
     }
   }
@@ -602,6 +625,62 @@ struct BackwardReader {
   }
 };
 
+// A warp that adds a consumer warpgroup's strips of query sums to those in global memory.
+template <class T, int D, class Policy>
+struct BackwardAdder {
+  using B = Backward<T, D, Policy>;
+
+  const BackwardParams& params;
+  typename B::Shared& shared;
+  int warpgroup;
+
+  // Once the strips have come, calls `add` and waits until they have been read.
+  template <class Add>
+  __device__ __forceinline__ void turn(uint32_t count, const Add& add) const {
+    wait(shared.strips_full[warpgroup], count & 1);
+    ptx::fence_proxy_async();  // not by those who wrote: it would keep them waiting
+    add();
+    __syncwarp();  // lane 0 waits for lanes with a strip, which wait for it to be read
+    if ((threadIdx.x & 31) == 0) arrive(shared.strips_empty[warpgroup]);
+  }
+
+  // Each of the first lanes one warp's strip: 16 rows and 8 blocks of 8 columns, contiguous in
+  // global memory, in the order of accumulators: elements 4j .. 4j + 3 of lane l at 128 j + 4 l.
+  __device__ __forceinline__ void add(const Item& item) const {
+    const int lane = threadIdx.x & 31;
+    const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, 0) * 4 + lane;
+    if (lane >= 4 || strip >= params.strips || params.query_sums == nullptr) return;
+    float* const to = params.query_sums + shared.plan.query_sums +
+                      (item.head * params.strips + strip) * (16 * D) +
+                      B::piece_columns(warpgroup, 0) * (16 * B::kPieceColumns);
+    ptx::bulk_add(to, shared_address(shared.moved) + (4 * warpgroup + lane) * B::kStripBytes,
+                  B::kStripBytes);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read();
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (shared.plan.items.heads == 0) return;
+    turn(0, [] {});  // of the item before the first
+    uint32_t count = 1;
+    if constexpr (Policy::kEverything) {
+      for (bool last = false; !last; ++count) {
+        turn(count, [&] {
+          const VisitedItem& visited = shared.rules.items[(count - 1) % B::kItems];
+          last = visited.last != 0;
+          add(visited.item);
+        });
+      }
+    } else {
+      const Items& items = shared.plan.items;
+#pragma unroll 1
+      for (Item item = items.first(); item.head < items.heads; item = items.after(item), ++count) {
+        turn(count, [&] { add(item); });
+      }
+    }
+  }
+};
+
 // What both kinds of consumer warpgroup do.
 template <class T, int D, class Policy>
 struct BackwardConsumer {
@@ -626,14 +705,28 @@ struct BackwardConsumer {
   int warpgroup;
   uint32_t count = 0;  // items done; stages and parities follow from it
 
+  // Of the plan, in uniform registers: reading shared memory takes the longer, the more it is in
+  // use, and here products would wait for it.
+  const Items items = {uniform(shared.plan.items.begin), uniform(shared.plan.items.end),
+                       uniform(shared.plan.items.heads)};
+
+  // From what logits are held in to exponents of 2.
+  const float unit = unit_of_plan();
+  __device__ __forceinline__ float unit_of_plan() const {
+    if constexpr (Policy::kEverything) {
+      return shared.rules.plan.view.scaling.unit.nats * sm80::kLog2E;
+    }
+    return shared.plan.scale * sm80::kLog2E;
+  }
+
   // What make_probabilities found: slopes of the soft cap in a part, and what dropout keeps in all.
   float slope[kPartRows / 2];
   sm80::KeptBits<1, B::kRows / 8> kept;
 
-  // Read anew each time: registers are short.
-  __device__ __forceinline__ int thread() const { return ptx::thread_index() & 127; }
-  __device__ __forceinline__ int warp() const { return thread() >> 5; }
-  __device__ __forceinline__ int lane() const { return ptx::thread_index() & 31; }
+  // Kept, not read anew: a special register comes by way of shared memory's queue.
+  const int thread = ptx::thread_index() & 127;
+  __device__ __forceinline__ int warp() const { return thread >> 5; }
+  __device__ __forceinline__ int lane() const { return thread & 31; }
   // Of the tile, the first key of the warpgroup, and of this thread; another is 8 further on.
   __device__ __forceinline__ int first_key() const { return B::kOwnsKeys ? 64 * warpgroup : 0; }
   __device__ __forceinline__ int thread_key() const {
@@ -641,13 +734,14 @@ struct BackwardConsumer {
   }
 
   __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
+  __device__ __forceinline__ uint32_t next_stage() const { return (count + 1) % B::kStages; }
   // Of gradients of the item before (at first, of zeros), and of the current one.
   __device__ __forceinline__ Ring<2> last_gradients() const { return {count % 4}; }
   __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + 1) % 4}; }
 
   __device__ __forceinline__ const uint8_t* query() const { return shared.query[stage()]; }
   __device__ __forceinline__ const uint8_t* next_query() const {
-    return shared.query[(count + 1) % B::kStages];
+    return shared.query[next_stage()];
   }
   __device__ __forceinline__ const uint8_t* cotangent() const { return shared.cotangent[stage()]; }
 
@@ -663,7 +757,6 @@ struct BackwardConsumer {
   // Of the item that is `ahead` of the current one.
   __device__ __forceinline__ void wait_for_rows(uint32_t ahead) const {
     const uint32_t at = (count + ahead) % B::kStages, parity = (count + ahead) / B::kStages & 1;
-    wait(shared.rows_landed[at], parity);
     wait(shared.rows_ready[at], parity);
   }
   __device__ __forceinline__ void release_rows() const {
@@ -671,6 +764,7 @@ struct BackwardConsumer {
   }
   __device__ __forceinline__ void wait_for_gradients() const {
     wait(shared.gradients_full[last_gradients().stage()], last_gradients().parity());
+    ptx::fence_proxy_async();  // here, not by those who wrote: it would keep these waiting
   }
   __device__ __forceinline__ void release_gradients() const {
     release(shared.gradients_empty[last_gradients().stage()]);
@@ -682,12 +776,12 @@ struct BackwardConsumer {
   }
   __device__ __forceinline__ bool is_last(const Item& item) const {
     if constexpr (Policy::kEverything) return visited(0).last;
-    return shared.plan.is_last(item);
+    return items.is_last(item);
   }
   // Head -1: there is none.
   __device__ __forceinline__ Item item_before(const Item& item) const {
     if constexpr (Policy::kEverything) return visited(-1).item;
-    return shared.plan.before(item);
+    return items.before(item);
   }
 
   // Starts d = keys rows^T, for this warpgroup's keys of a tile. Both operands have their k-steps
@@ -720,24 +814,16 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Of this warpgroup's piece `i`: its rows and columns among those of the tile.
-  __device__ __forceinline__ int piece_rows(int i) const {
-    return (warpgroup * B::kPieces + i) / B::kRowPieces;
-  }
-  __device__ __forceinline__ int piece_columns(int i) const {
-    return (warpgroup * B::kPieces + i) % B::kRowPieces;
-  }
-
   // Starts q = gradients^T key, over all keys, for a piece. Both operands are walked down their
   // rows: of gradients one panel, the piece's rows; of keys one or half of one, its columns.
   // k-steps of 16 keys are 2048 bytes apart.
   __device__ __forceinline__ void start_piece(int i, Piece& q) const {
     const uint64_t a =
         ptx::matrix_descriptor(shared_address(shared.gradients[last_gradients().stage()]) +
-                                   piece_rows(i) * B::kKeyPanelBytes,
+                                   B::piece_rows(warpgroup, i) * B::kKeyPanelBytes,
                                B::kKeyPanelBytes);
     constexpr int kInPanel = 64 / B::kPieceColumns;
-    const int column = piece_columns(i);
+    const int column = B::piece_columns(warpgroup, i);
     const uint64_t b =
         ptx::matrix_descriptor(shared_address(shared.key) + column / kInPanel * B::kKeyPanelBytes +
                                    column % kInPanel * (B::kPieceColumns * 2),
@@ -750,66 +836,94 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Adds a piece to the sums of the item before `next`, if there is one. A warp's strip of them, 16
-  // rows and 8 blocks of 8 columns, is contiguous there, in the order of accumulators: elements 4j
-  // .. 4j + 3 of lane l at 128 j + 4 l.
+  // Adds a piece to the sums of the item before `next`, if there is one, without an adder.
   __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
     const Item item = item_before(next);
-    const int strip = item.tile * (B::kRows / 16) + piece_rows(i) * 4 + warp();
+    const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, i) * 4 + warp();
     if (params.query_sums == nullptr || item.head < 0 || strip >= params.strips) return;
     float* const to = params.query_sums + shared.plan.query_sums +
                       (item.head * params.strips + strip) * (16 * D) +
-                      piece_columns(i) * (16 * B::kPieceColumns);
-    if constexpr (B::kBulk) {
-      const uint32_t from =
-          shared_address(shared.moved) + (4 * warpgroup + warp()) * B::kStripBytes;
-      if (lane() == 0) ptx::bulk_wait_read();
-      __syncwarp();  // all lanes wait until the last strip has been read
+                      B::piece_columns(warpgroup, i) * (16 * B::kPieceColumns);
 #pragma unroll
-      for (int j = 0; j < B::kPieceColumns / 8; ++j) {
-        ptx::store_shared_4(from + 512 * j + 16 * lane(),
-                            {__float_as_uint(q[4 * j]), __float_as_uint(q[4 * j + 1]),
-                             __float_as_uint(q[4 * j + 2]), __float_as_uint(q[4 * j + 3])});
-      }
-      ptx::fence_proxy_async();
-      __syncwarp();  // lane 0 waits for all lanes' parts
-      if (lane() == 0) {
-        ptx::bulk_add(to, from, B::kStripBytes);
-        ptx::bulk_commit();
-      }
-    } else {
+    for (int j = 0; j < B::kPieceColumns / 8; ++j) {
+      ptx::add_global_4(to + 128 * j + 4 * lane(),
+                        {q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]});
+    }
+  }
+
+  // The place of this warp's strip of query sums.
+  __device__ __forceinline__ uint32_t strip_place() const {
+    return shared_address(shared.moved) + (4 * warpgroup + warp()) * B::kStripBytes;
+  }
+  // Waits until the adder has read the warpgroup's last strips.
+  __device__ __forceinline__ void wait_for_strips() const {
+    wait(shared.strips_empty[warpgroup], (count & 1) ^ 1);
+  }
+  // Hands a piece over, in the order of accumulators.
+  __device__ __forceinline__ void store_strip(const Piece& q) const {
+    const uint32_t to = strip_place() + 16 * lane();
 #pragma unroll
-      for (int j = 0; j < B::kPieceColumns / 8; ++j) {
-        ptx::add_global_4(to + 128 * j + 4 * lane(),
-                          {q[4 * j], q[4 * j + 1], q[4 * j + 2], q[4 * j + 3]});
-      }
+    for (int j = 0; j < B::kPieceColumns / 8; ++j) {
+      ptx::store_shared_4(to + 512 * j,
+                          {__float_as_uint(q[4 * j]), __float_as_uint(q[4 * j + 1]),
+                           __float_as_uint(q[4 * j + 2]), __float_as_uint(q[4 * j + 3])});
+    }
+    release_all_lanes(shared.strips_full[warpgroup]);
+  }
+
+  // Of one of the rows' statistics, those of rows 8j + 2 * (lane % 4) and the next.
+  __device__ __forceinline__ float2 of_two_rows(const float (&x)[B::kRows], int j) const {
+    const uint2 two = ptx::load_shared_2(shared_address(&x[2 * (lane() & 3) + 8 * j]));
+    return {__uint_as_float(two.x), __uint_as_float(two.y)};
+  }
+  // Where registers allow it, what probabilities take of the rows' statistics is read while other
+  // things are waited for; so are the first deltas.
+  static constexpr bool kReadsAhead = B::kOwnsKeys && !Policy::kEverything;
+  static constexpr int kDeltasAhead = kReadsAhead ? 8 : 0;
+  struct Terms {
+    uint32_t has_references;
+    float2 rests[kPartRows / 8];  // of a part
+  };
+  __device__ __forceinline__ void read_rests(uint32_t at, int part, Terms& terms) const {
+#pragma unroll
+    for (int j = 0; j < kPartRows / 8; ++j) {
+      terms.rests[j] = of_two_rows(shared.rest[at], kPartRows / 8 * part + j);
+    }
+  }
+  // Of the first part, of the rows of stage `at`.
+  __device__ __forceinline__ void read_terms(uint32_t at, Terms& terms) const {
+    read_rests(at, 0, terms);
+    terms.has_references = shared.has_references[at];
+  }
+  __device__ __forceinline__ void add_references(int part, Logits& s) const {
+#pragma unroll
+    for (int j = kPartRows / 8 * part; j < kPartRows / 8 * (part + 1); ++j) {
+      const float2 two = of_two_rows(shared.reference[stage()], j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * j + i] += i % 2 == 0 ? two.x : two.y;
     }
   }
 
   // From products to probabilities, of a part of the rows. A thread has rows 8j + 2 * (lane % 4)
-  // and the next, of two keys each.
-  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Logits& s) {
+  // and the next, of two keys each. `terms`: if they are read ahead, the part's; then the next's.
+  __device__ __forceinline__ void make_probabilities(const Item& item, int part, Terms& terms,
+                                                     Logits& s) {
+    if constexpr (Policy::kEverything) apply_rules(part, s);
+    if (!kReadsAhead) {
+      read_rests(stage(), part, terms);
+      terms.has_references = shared.has_references[stage()];
+    }
+    if (terms.has_references != 0) add_references(part, s);
+    float* const part_s = s + kPartRows / 2 * part;
+#pragma unroll
+    for (int i = 0; i < kPartRows / 2; ++i) {
+      const float rest = i % 2 == 0 ? terms.rests[i / 4].x : terms.rests[i / 4].y;
+      part_s[i] = ptx::ex2(fmaf(part_s[i], unit, rest));
+    }
+    if (kReadsAhead && part + 1 < kParts) read_rests(stage(), part + 1, terms);
+    // Two branches: with one, ptxas (13.0) finds no registers to leave products under way.
     const BackwardPlan& plan = shared.plan;
-    float unit = plan.scale * sm80::kLog2E;
-    if constexpr (Policy::kEverything) {
-      unit = shared.rules.plan.view.scaling.unit.nats * sm80::kLog2E;
-      apply_rules(part, s);
-    }
-    const uint32_t terms =
-        shared_address(shared.terms[stage()]) + 2 * (lane() & 3) * sizeof(RowTerms);
-#pragma unroll
-    for (int j = kPartRows / 8 * part; j < kPartRows / 8 * (part + 1); ++j) {
-      const uint4 two = ptx::load_shared_4(terms + 8 * j * sizeof(RowTerms));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float reference = __uint_as_float(i % 2 == 0 ? two.x : two.z);
-        const float rest = __uint_as_float(i % 2 == 0 ? two.y : two.w);
-        s[4 * j + i] = ptx::ex2(fmaf(s[4 * j + i] + reference, unit, rest));
-      }
-    }
-    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) {
-      hide_outside(item, part, s);
-    }
+    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) hide_outside(item, part, s);
   }
 
   // As rules.cuh has accumulators whose rows are keys: one strip of them.
@@ -900,19 +1014,24 @@ struct BackwardConsumer {
 
   // g = p (g - delta). p waits for g as f16, which keeps more digits than bf16 and takes half the
   // registers of floats: `p_of(j)` gives two words of elements 4j ..
-  template <class POf>
-  __device__ __forceinline__ void make_gradients(const POf& p_of, Logits& g) const {
-    const uint32_t deltas =
-        shared_address(shared.delta[stage()]) + 2 * (lane() & 3) * sizeof(float);
+  // The first deltas are read before `wait_for_products()`.
+  template <class POf, class Wait>
+  __device__ __forceinline__ void make_gradients(const POf& p_of, const Wait& wait_for_products,
+                                                 Logits& g) const {
+    const auto& deltas = shared.delta[stage()];
+    float2 ahead[kDeltasAhead + 1];
+#pragma unroll
+    for (int j = 0; j < kDeltasAhead; ++j) ahead[j] = of_two_rows(deltas, j);
+    wait_for_products();
     float unshift = kUnshift;
     if constexpr (Policy::kEverything) unshift *= shared.rules.keep_scale;
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
-      const uint2 two = ptx::load_shared_2(deltas + 8 * j * sizeof(float));
+      const float2 two = j < kDeltasAhead ? ahead[j] : of_two_rows(deltas, j);
       const uint2 p = p_of(j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float delta = __uint_as_float(i % 2 == 0 ? two.x : two.y);
+        const float delta = i % 2 == 0 ? two.x : two.y;
         const uint32_t word = i < 2 ? p.x : p.y;
         const uint32_t bits = i % 2 == 0 ? word & 0xffff : word >> 16;
         float& x = g[4 * j + i];
@@ -963,7 +1082,6 @@ struct BackwardConsumer {
       ptx::stmatrix_x4((at + step / 4 * B::kKeyPanelBytes) ^ (step % 4 << 5), a[4 * step],
                        a[4 * step + 1], a[4 * step + 2], a[4 * step + 3]);
     }
-    ptx::fence_proxy_async();
     release_all_lanes(shared.gradients_full[to.stage()]);
   }
   // What the product before the first item's is of.
@@ -985,9 +1103,13 @@ struct BackwardConsumer {
       start_piece(i, q);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(q);
-      add_piece(i, end, q);
+      if constexpr (B::kBulk) {
+        wait_for_strips();
+        store_strip(q);
+      } else {
+        add_piece(i, end, q);
+      }
     }
-    if (B::kBulk && lane() == 0) ptx::bulk_wait();
   }
 
   static __device__ __forceinline__ void clear(Sum& sum) {
@@ -1040,21 +1162,21 @@ struct BackwardConsumer {
     if constexpr (Policy::kEverything) {
       for_each_visible_item(step);
     } else {
-      const BackwardPlan& plan = shared.plan;
-      Item item = plan.first();
+      Item item = items.first();
 #pragma unroll 1
-      for (; item.head < plan.heads; item = plan.after(item)) {
+      for (; item.head < items.heads; item = items.after(item)) {
         count = uniform(count);  // descriptors are made of it, and belong in uniform registers
         step(item);
         ++count;
       }
-      finish_pieces(item);
+      if (items.heads > 0) finish_pieces(item);
     }
   }
   // Likewise with those that the reader has found.
   template <class Step>
   __device__ __forceinline__ void for_each_visible_item(const Step& step) {
-    for (bool last = shared.plan.heads == 0; !last;) {
+    if (items.heads == 0) return;
+    for (bool last = false; !last;) {
       count = uniform(count);
       wait(shared.rows_ready[stage()], count / B::kStages & 1);
       last = uniform(visited(0).last) != 0;
@@ -1073,22 +1195,15 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
   // At the beginning of a step the products that its probabilities come of: each starts the next
   // one's, which come while query sums are added.
   typename C::Logits p;
+  typename C::Terms terms;  // likewise, if they are read ahead
 
-  // Probabilities wait for g in registers. All rules leave none for that: in the place of the
-  // warp's strip of query sums.
-  static constexpr bool kKeepsInRegisters = !Policy::kEverything || D < 128;
-  static_assert(kKeepsInRegisters || C::B::kBulk);
   __device__ __forceinline__ uint32_t place_of_kept(int j) const {
-    const int warp = 4 * this->warpgroup + this->warp();
-    return shared_address(this->shared.moved) + warp * C::B::kStripBytes +
-           (32 * j + this->lane()) * 8;
+    return this->strip_place() + (32 * j + this->lane()) * 8;
   }
   __device__ __forceinline__ void keep(const typename C::Logits& p, int part,
                                        typename C::Operand& kept) const {
-    if (!kKeepsInRegisters && part == 0) {
-      if (this->lane() == 0) ptx::bulk_wait_read();
-      __syncwarp();  // all lanes wait until the last strip has been read
-    }
+    constexpr bool kKeepsInRegisters = C::B::kKeepsInRegisters;
+    if (!kKeepsInRegisters && part == 0) this->wait_for_strips();
 #pragma unroll
     for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
       const uint2 two = this->pack_waiting(p, part, j);
@@ -1101,13 +1216,14 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     }
   }
   __device__ __forceinline__ uint2 kept_of(const typename C::Operand& kept, int j) const {
-    if constexpr (kKeepsInRegisters) return {kept[2 * j], kept[2 * j + 1]};
+    if constexpr (C::B::kKeepsInRegisters) return {kept[2 * j], kept[2 * j + 1]};
     return ptx::load_shared_2(place_of_kept(j));
   }
 
   __device__ __forceinline__ void start() {
-    if (this->shared.plan.heads == 0) return;
+    if (this->items.heads == 0) return;
     this->wait_for_rows(0);
+    if (C::kReadsAhead) this->read_terms(this->stage(), terms);
     ptx::wgmma_fence();
     this->multiply_rows(this->shared.key, this->query(), p);
     ptx::wgmma_wait<0>();
@@ -1123,16 +1239,19 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     this->multiply_rows(this->shared.value, this->cotangent(), g);
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      this->make_probabilities(item, part, p);
+      this->make_probabilities(item, part, terms, p);
       this->pack_weights(p, part, p_operand);
       keep(p, part, p_kept);
       ptx::wgmma_fence();
       this->add_rows(p_operand, this->cotangent(), C::kPartRows * part, C::kPartRows * (part + 1),
                      value_sum);
     }
-    ptx::wgmma_wait<C::kParts>();
-    ptx::pin_registers(g);
-    this->make_gradients([&](int j) { return kept_of(p_kept, j); }, g);
+    this->make_gradients([&](int j) { return kept_of(p_kept, j); },
+                         [&] {
+                           ptx::wgmma_wait<C::kParts>();
+                           ptx::pin_registers(g);
+                         },
+                         g);
     C::pack(g, g_operand);
     this->store_gradients(g_operand, this->next_gradients());
 
@@ -1144,6 +1263,8 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     ptx::wgmma_fence();
     this->start_piece(0, q);
     if (!this->is_last(item)) this->wait_for_rows(1);
+    // Ahead of the query sums, behind whose stores reading would queue.
+    if (C::kReadsAhead) this->read_terms(this->next_stage(), terms);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(g_operand);
     this->release_rows();
@@ -1152,7 +1273,8 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     ptx::wgmma_wait<1>();
     ptx::pin_registers(q);
     this->release_gradients();
-    this->add_piece(0, item, q);
+    if (C::B::kKeepsInRegisters) this->wait_for_strips();
+    this->store_strip(q);
     ptx::wgmma_wait<0>();
   }
 
@@ -1176,7 +1298,7 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
 
   // Probabilities, from thread to thread. Elements 4j .. 4j + 3 of all threads lie side by side.
   __device__ __forceinline__ uint32_t passed(int j) const {
-    return shared_address(this->shared.moved) + (j * 128 + this->thread()) * 8;
+    return shared_address(this->shared.moved) + (j * 128 + this->thread) * 8;
   }
   __device__ __forceinline__ void pass(const typename C::Logits& p, int part) const {
     if (part == 0) wait(this->shared.passed_empty, (this->count & 1) ^ 1);
@@ -1188,7 +1310,7 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
   }
   __device__ __forceinline__ void take_gradients(typename C::Logits& g) const {
     wait(this->shared.passed_full, this->count & 1);
-    this->make_gradients([&](int j) { return ptx::load_shared_2(passed(j)); }, g);
+    this->make_gradients([&](int j) { return ptx::load_shared_2(passed(j)); }, [] {}, g);
     this->release_all_lanes(this->shared.passed_empty);
   }
 
@@ -1206,7 +1328,8 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
       ptx::pin_registers(p);
 #pragma unroll
       for (int part = 0; part < C::kParts; ++part) {
-        this->make_probabilities(item, part, p);
+        typename C::Terms terms;
+        this->make_probabilities(item, part, terms, p);
         pass(p, part);
         this->pack_weights(p, part, operand);
       }
@@ -1265,6 +1388,8 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
     for (int stage = 0; stage < 2; ++stage) {
       init(shared.gradients_full[stage], B::kGradientWarps);
       init(shared.gradients_empty[stage], B::kWarps);
+      init(shared.strips_full[stage], 4);
+      init(shared.strips_empty[stage], 1);
     }
     init(shared.passed_full, B::kWarps / 2);
     init(shared.passed_empty, B::kWarps / 2);
@@ -1305,6 +1430,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
       if (warp == 0 && threadIdx.x == 0) loader.run();
       if (warp == 1) reader.run();
     }
+    if (B::kBulk && warp >= 2) BackwardAdder<T, D, Policy>{params, shared, warp - 2}.run();
   } else {
     ptx::take_registers<B::kConsumerRegisters>();
     if constexpr (B::kOwnsKeys) {

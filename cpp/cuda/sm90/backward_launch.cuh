@@ -4,6 +4,7 @@
 #include "cuda/common/finish.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/gather.cuh"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/rules_launch.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -41,6 +42,8 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   params.strips = tiles_of(problem.query_length, 16);
   const int64_t sums = query_heads * params.strips * 16 * D;
   if (wants_query) params.query_sums = cursor.take<float>(sums);
+  const int64_t rows = query_heads * problem.query_length;
+  params.rows = {cursor.take<float>(rows), cursor.take<float>(rows), cursor.take<float>(rows)};
   if (Policy::kEverything) {
     params.maps = take_maps(problem, kTile.rows, kTile.keys, cursor);
     if (params.bias_sums) params.bias_cotangent.data = cursor.take<float>(bias.elements);
@@ -78,6 +81,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   }
   if (error != nullptr) return error;
 
+  gather_rows(params, stream);
   params.group = static_cast<uint32_t>(problem.query_heads / problem.key_heads);
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);

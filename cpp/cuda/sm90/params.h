@@ -39,6 +39,13 @@ struct ForwardParams {
   TileMap mask;
 };
 
+// What the backward pass needs of rows, each [batches, N, T]: a head's rows side by side.
+struct GatheredRows {
+  float* logit_max = nullptr;
+  float* log_sum = nullptr;
+  float* delta = nullptr;
+};
+
 struct BackwardParams {
   TileMap query;
   TileMap cotangent;  // of the output
@@ -48,6 +55,7 @@ struct BackwardParams {
   Statistics statistics;
   Tensor output_cotangent;
   Tensor delta;
+  GatheredRows rows;       // the same once more
   Tensor key_cotangent;    // data nullptr: not wanted
   Tensor value_cotangent;  // likewise
   Schedule schedule;       // tiles of keys, key heads
