@@ -96,6 +96,14 @@ const Kernel* find_kernel(const Problem& problem) {
 
 constexpr int64_t kLongest = 1 << 30;  // of a Hopper kernel's queries and keys
 
+// About how many keys a row sees, as far as windows tell.
+int64_t keys_seen(const Problem& problem) {
+  const int64_t left = problem.window_left, right = problem.window_right;
+  const bool bounded_left = left != kUnlimited, bounded_right = right != kUnlimited;
+  if (bounded_left && bounded_right) return std::min(left + right + 1, problem.key_length);
+  return bounded_left || bounded_right ? problem.key_length / 2 : problem.key_length;
+}
+
 // The Hopper kernel for a problem, as far as sizes and which operands there are tell; nullptr where
 // the portable one is to run: where there are no keys, too many, or so few rows that keys are dealt
 // to several blocks.
@@ -106,7 +114,7 @@ const HopperKernel* find_hopper_kernel(const Problem& problem) {
   const bool split = tiles < 128 && problem.key_length >= 2048;
   if (empty || huge || split) return nullptr;
   const bool everything = needs_everything(problem);
-  const bool is_short = problem.key_length <= sm90::kShortKeys;
+  const bool is_short = keys_seen(problem) <= sm90::kShortKeys;
   for (const HopperKernel& kernel : kHopperKernels) {
     const bool fits = kernel.forward != nullptr && kernel.dtype == problem.query.dtype &&
                       kernel.dim >= problem.head_dim && kernel.value_dim >= problem.value_dim;

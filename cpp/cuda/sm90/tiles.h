@@ -25,7 +25,7 @@ struct ForwardTile {
   constexpr int array_bytes() const { return 64 * keys * 4; }
 };
 
-// How many keys a kernel is meant for.
+// How many keys a kernel is meant for, of those that a row sees on average.
 enum class Reach { kShort, kLong };
 inline constexpr int64_t kShortKeys = 1024;
 
