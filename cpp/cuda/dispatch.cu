@@ -56,14 +56,17 @@ struct HopperBackwardKernel {
   DType dtype;
   int dim;
   bool everything;
+  bool takes_turns;  // where gradients must be deterministic
   Error (*backward)(sm90::BackwardParams, sm80::QueryFinishParams, sm80::BiasFinishParams, Cursor&,
                     bool, Stream);
 };
 
 // Likewise.
 constexpr HopperBackwardKernel kHopperBackwardKernels[] = {
-#define JAXFLASH_KERNEL(T, D, POLICY) \
-  {sm90::T::kDType, D, sm90::POLICY::kEverything, sm90::launch_backward<sm90::T, D, sm90::POLICY>},
+#define JAXFLASH_KERNEL(T, D, POLICY)                                  \
+  {sm90::T::kDType, D, sm90::POLICY::kEverything,                      \
+   !sm90::POLICY::kEverything && sm90::backward_tile(D).takes_turns(), \
+   sm90::launch_backward<sm90::T, D, sm90::POLICY>},
 #include "cuda/sm90/backward_kernels.inc"
 #undef JAXFLASH_KERNEL
     {},
@@ -126,7 +129,8 @@ const HopperKernel* find_hopper_kernel(const Problem& problem) {
 
 // The Hopper kernel for a problem's gradients, likewise. It wants blocks for half of a GPU, and
 // keys of their own for each batch. It has no gradient of a bias beside a soft cap: the gradients
-// of logits that it computes are those before the cap, and the bias is added after it.
+// of logits that it computes are those before the cap, and the bias is added after it. Not all
+// kernels can make deterministic ones.
 const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
                                                  const BackwardResults& results) {
   const int64_t dim = std::max(problem.head_dim, problem.value_dim);
@@ -143,11 +147,12 @@ const HopperBackwardKernel* find_hopper_backward(const Problem& problem,
     }
   }
   const bool capped_bias = results.bias.data != nullptr && problem.soft_cap != 0;
-  if (results.deterministic || capped_bias || summed || empty || huge || split) return nullptr;
+  if (capped_bias || summed || empty || huge || split) return nullptr;
   const bool everything = gradients_need_everything(problem);
   for (const HopperBackwardKernel& kernel : kHopperBackwardKernels) {
-    const bool fits = kernel.backward != nullptr && kernel.dtype == problem.query.dtype;
-    if (fits && kernel.dim >= dim && kernel.everything == everything) return &kernel;
+    const bool fits = kernel.backward != nullptr && kernel.dtype == problem.query.dtype &&
+                      kernel.dim >= dim && kernel.everything == everything;
+    if (fits) return kernel.takes_turns || !results.deterministic ? &kernel : nullptr;
   }
   return nullptr;
 }
@@ -239,6 +244,7 @@ sm90::BackwardParams hopper_params(const Problem& problem, const BackwardInputs&
   params.value_cotangent = results.value;
   params.bias_cotangent = results.bias;
   params.bias_sums = sums_bias(problem, results);
+  params.deterministic = results.deterministic;
   return params;
 }
 

@@ -634,29 +634,61 @@ struct BackwardAdder {
   typename B::Shared& shared;
   int warpgroup;
 
-  // Once the strips have come, calls `add` and waits until they have been read.
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+
+  // Waits for the strips of turn `count`, calls `add`, which waits until they have been read, and
+  // lets the warpgroup write the next.
   template <class Add>
   __device__ __forceinline__ void turn(uint32_t count, const Add& add) const {
     wait(shared.strips_full[warpgroup], count & 1);
     ptx::fence_proxy_async();  // not by those who wrote: it would keep them waiting
     add();
-    __syncwarp();  // lane 0 waits for lanes with a strip, which wait for it to be read
-    if ((threadIdx.x & 31) == 0) arrive(shared.strips_empty[warpgroup]);
+    __syncwarp();  // lane 0 waits for lanes with a strip
+    if (lane() == 0) arrive(shared.strips_empty[warpgroup]);
   }
 
   // Each of the first lanes one warp's strip: 16 rows and 8 blocks of 8 columns, contiguous in
   // global memory, in the order of accumulators: elements 4j .. 4j + 3 of lane l at 128 j + 4 l.
   __device__ __forceinline__ void add(const Item& item) const {
-    const int lane = threadIdx.x & 31;
-    const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, 0) * 4 + lane;
-    if (lane >= 4 || strip >= params.strips || params.query_sums == nullptr) return;
+    const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, 0) * 4 + lane();
+    if (lane() >= 4 || strip >= params.strips || params.query_sums == nullptr) return;
     float* const to = params.query_sums + shared.plan.query_sums +
                       (item.head * params.strips + strip) * (16 * D) +
                       B::piece_columns(warpgroup, 0) * (16 * B::kPieceColumns);
-    ptx::bulk_add(to, shared_address(shared.moved) + (4 * warpgroup + lane) * B::kStripBytes,
+    ptx::bulk_add(to, shared_address(shared.moved) + (4 * warpgroup + lane()) * B::kStripBytes,
                   B::kStripBytes);
     ptx::bulk_commit();
     ptx::bulk_wait_read();
+  }
+
+  // Where the order counts, tiles of keys add to the same rows in descending order. Blocks of later
+  // tiles start earlier, so that those waited for are under way. Rows share a turn where a tile of
+  // them takes less time than handing it on.
+  static constexpr int kTurnTiles = BackwardParams::kTurnRows / B::kRows;  // of rows, a turn
+  __device__ __forceinline__ uint32_t* turns_of(const Item& item) const {
+    const int64_t head = shared.plan.rows / params.problem.query_length + item.head;
+    return params.turns +
+           (head * params.turns_a_head + item.tile / kTurnTiles) * BackwardTile::kWarpgroups +
+           warpgroup;
+  }
+  __device__ __forceinline__ void begin_turn(const Item& item) const {
+    if (item.tile % kTurnTiles != 0 && item.tile != shared.plan.items.begin) return;
+    const int64_t first_row = int64_t{item.tile / kTurnTiles} * BackwardParams::kTurnRows;
+    const Range rows = {first_row,
+                        min_of(first_row + BackwardParams::kTurnRows, params.problem.query_length)};
+    const Range seen = keys_of_any_row(shared.plan.extent, rows);
+    const auto turn = static_cast<uint32_t>((seen.end - 1 - shared.plan.first_key) / B::kKeys);
+    if (lane() == 0) {
+      while (ptx::load_acquire(turns_of(item)) != turn) {
+      }
+    }
+    __syncwarp();  // all lanes wait until lane 0 has seen the turn come
+  }
+  __device__ __forceinline__ void end_turn(const Item& item) const {
+    if ((item.tile + 1) % kTurnTiles != 0 && item.tile + 1 != shared.plan.items.end) return;
+    ptx::bulk_wait();  // not only read: added
+    __syncwarp();      // lane 0 waits for lanes with a strip
+    if (lane() == 0) ptx::add_release(turns_of(item), 1);
   }
 
   __device__ __forceinline__ void run() const {
@@ -675,7 +707,9 @@ struct BackwardAdder {
       const Items& items = shared.plan.items;
 #pragma unroll 1
       for (Item item = items.first(); item.head < items.heads; item = items.after(item), ++count) {
+        if (params.turns != nullptr) begin_turn(item);  // while the strips are made
         turn(count, [&] { add(item); });
+        if (params.turns != nullptr) end_turn(item);
       }
     }
   }

@@ -44,6 +44,9 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (wants_query) params.query_sums = cursor.take<float>(sums);
   const int64_t rows = query_heads * problem.query_length;
   params.rows = {cursor.take<float>(rows), cursor.take<float>(rows), cursor.take<float>(rows)};
+  params.turns_a_head = tiles_of(problem.query_length, BackwardParams::kTurnRows);
+  const int64_t turns = query_heads * params.turns_a_head * BackwardTile::kWarpgroups;
+  if (params.deterministic && wants_query) params.turns = cursor.take<uint32_t>(turns);
   if (Policy::kEverything) {
     params.maps = take_maps(problem, kTile.rows, kTile.keys, cursor);
     if (params.bias_sums) params.bias_cotangent.data = cursor.take<float>(bias.elements);
@@ -73,6 +76,9 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (error == nullptr && wants_query) {
     error = text_of(cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream));
   }
+  if (error == nullptr && params.turns != nullptr) {
+    error = text_of(cudaMemsetAsync(params.turns, 0, turns * sizeof(uint32_t), stream));
+  }
   if (error == nullptr && Policy::kEverything) {
     error = prepare_rules(kTile.rows, kTile.keys, kTile.array_bytes, params, stream);
   }
@@ -86,6 +92,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
   params.schedule.section_heads = section_key_heads(key_heads, tiles);
+  params.schedule.last_first = params.deterministic;
   kernel<<<static_cast<unsigned>(key_heads * tiles), kTile.threads(), kShared, stream>>>(params);
   if (wants_query) {
     finish.query_sums = params.query_sums;

@@ -63,6 +63,12 @@ struct BackwardParams {
   // As sm80::BackwardParams has them.
   float* query_sums = nullptr;
   int64_t strips = 0;
+  // Query sums are to be bitwise equal from run to run, ranges only: of each kTurnRows rows,
+  // `turns[head][rows][warpgroup]` counts the tiles of keys that have been added.
+  static constexpr int kTurnRows = 128;
+  bool deterministic = false;
+  uint32_t* turns = nullptr;
+  int64_t turns_a_head = 0;
 
   // Everything only; the cotangent as sm80::BackwardParams has it.
   sm80::TileMaps maps;

@@ -65,6 +65,8 @@ struct BackwardTile {
   constexpr int consumer_registers() const { return 232; }
   // Whether a warpgroup has both sums of 64 keys; else one of the two, of the block's 64 keys.
   constexpr bool owns_keys() const { return keys == 64 * kWarpgroups; }
+  // Whether query sums can be added in a fixed order: by warps of their own, which may wait.
+  constexpr bool takes_turns() const { return bulk && array_bytes == 0; }
 };
 
 // backward.cuh says what limits each, and what was tried.
