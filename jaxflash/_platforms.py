@@ -214,24 +214,26 @@ class Cuda(Platform):
         """As many bytes as the module asks for, or at least as many where sizes are symbolic."""
         if not all(is_static(operand.shape) for operand in call.operands.values()):
             return [call.type_of((self._most_kibibytes(call), 1024), jnp.uint8)]
-        return [call.type_of((self._ask("workspace", call),), jnp.uint8)]
+        arguments, options = self._description(call)
+        code: Any = self.module.code
+        ask = code.forward_workspace if call.target is FORWARD else code.backward_workspace
+        return [call.type_of((ask(*arguments, **options),), jnp.uint8)]
 
     def kernel(self, call: Call, capability: int) -> str:
         """The kernel that computes a call on GPUs of a compute capability, in words."""
-        return self._ask("kernel", call, capability=capability)
+        arguments, options = self._description(call)
+        code: Any = self.module.code
+        ask = code.forward_kernel if call.target is FORWARD else code.backward_kernel
+        return ask(*arguments, **options, capability=capability)
 
-    def _ask(self, what: str, call: Call, **more: Any) -> Any:
-        """What the module says of a call."""
+    def _description(self, call: Call) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments and keyword arguments that tell the module of a call."""
         operands = _dtypes_and_shapes(call.operand_types())
-        arguments = call.attributes() | more
         if call.target is FORWARD:
-            return getattr(self.module.code, f"forward_{what}")(operands, **arguments)
-        return getattr(self.module.code, f"backward_{what}")(
-            operands,
-            _dtypes_and_shapes(call.result_types()),
-            deterministic=call.config.deterministic_gradients,
-            **arguments,
-        )
+            return [operands], {**call.attributes()}
+        deterministic = call.config.deterministic_gradients
+        results = _dtypes_and_shapes(call.result_types())
+        return [operands, results], call.attributes() | {"deterministic": deterministic}
 
     def _most_kibibytes(self, call: Call) -> Any:
         """No fewer than the module would ask for, whatever the sizes are.
