@@ -260,7 +260,9 @@ def test_export_with_symbolic_batch_and_lengths():
     [
         ("--length 4096 --head-dim 128 --causal", ["Hopper", "Hopper"]),
         ("--length 333 --head-dim 64 --with bias mask dropout", ["Hopper", "Hopper"]),
-        ("--length 333 --deterministic --capability 9.0", ["Hopper", "portable"]),
+        ("--length 333 --deterministic --head-dim 128 --capability 9.0", ["Hopper", "Hopper"]),
+        ("--length 333 --deterministic --head-dim 256", ["Hopper", "portable"]),
+        ("--length 333 --deterministic --with mask", ["Hopper", "portable"]),
         ("--length 333 --dtype float32", ["portable", "portable"]),
         ("--length 333 --head-dim 65", ["portable", "portable"]),
         ("--length 333 --capability 12.0", ["portable", "portable"]),
