@@ -248,8 +248,8 @@ class Cuda(Platform):
         dim = min(size for size in self._PADDED_DIMS if size >= max(query[-1], value[-1]))
         size = self._SPLIT_BLOCKS * self._MOST_TILE * (2 * dim + 2) // 256  # of sums that are dealt
         if "query" in results or "scale" in results:
-            # A strip of 16 rows has dim / 16 KiB of floats, and 4 bytes of a counter.
-            size += batches * query[-2] * strips * (dim // 16) + batches * query[-2] * strips // 256
+            # A strip of 16 rows has dim / 16 KiB of floats, and 8 bytes of counters.
+            size += batches * query[-2] * strips * (dim // 16) + batches * query[-2] * strips // 128
         if call.target is not FORWARD:
             size += batches * query[-2] * strips * 3 // 16  # three floats of each row
         if "bias" in results:
@@ -261,7 +261,7 @@ class Cuda(Platform):
             size += batches * (strips + key_tiles) // 128
         if "mask" in operands:
             heads = math.prod(operands["mask"].shape[:-2])
-            size += heads * (strips * key_tiles // 1024 + 1)
+            size += (heads // 32 + 1) * (strips * key_tiles // 32 + 1)
         return size + 8  # each array is aligned, and what was divided may have left a rest
 
 

@@ -182,6 +182,7 @@ SIZES = [
     Shape(B=64, T=4096, S=4096, N=16, H=128),
     Shape(B=200, T=1270, S=1290, N=3, H=160),
     Shape(B=100, T=1270, S=1290, N=4, H=64, Hv=192),
+    Shape(B=1_000_000, T=16, S=16, N=7, H=64),
 ]
 WORKSPACE_FEATURES = {
     "plain": {},
