@@ -25,6 +25,12 @@ FEATURES = {
         "query_seq_lengths": np.array([650, 300]),
         "key_value_seq_lengths": np.array([129, 700]),
     },
+    "window of lengths": {
+        "local_window_size": (100, 37),
+        "query_offset": np.array(-77),
+        "query_seq_lengths": np.array([700, 391]),
+        "key_value_seq_lengths": np.array([391, 650]),
+    },
     "bias": {"bias": lambda rng: normal(rng, (1, 4, 700, 700))},
     "bias of the query's dtype": {"bias": lambda rng: normal(rng, (2, 4, 700, 700), bfloat16())},
     "mask": {"mask": lambda rng: rng.random((2, 1, 700, 700)) < 0.8},
@@ -60,9 +66,10 @@ def test_features_of_wide_heads(native, feature, H):
     make_call(shape, bfloat16(), **FEATURES[feature]).check(native)
 
 
-@pytest.mark.parametrize("feature", ["causal", "documents"])
+@pytest.mark.parametrize("feature", ["causal", "window", "window of lengths", "documents"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_thirty_runs_are_bitwise_equal(native, feature, H):
+    """And right: where blocks take turns, each must know how many come before it."""
     call = make_call(
         Shape(B=2, T=700, S=700, N=4, K=2, H=H),
         bfloat16(),
@@ -75,6 +82,7 @@ def test_thirty_runs_are_bitwise_equal(native, feature, H):
     for _ in range(29):
         for name, result in jax.device_get(run(call.arrays, call.cotangents)).items():
             assert result.tobytes() == first[name].tobytes(), name
+    call.check(native)
 
 
 @pytest.mark.parametrize("H", [64, 128])
