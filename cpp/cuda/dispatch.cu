@@ -63,9 +63,9 @@ struct HopperBackwardKernel {
 
 // Likewise.
 constexpr HopperBackwardKernel kHopperBackwardKernels[] = {
-#define JAXFLASH_KERNEL(T, D, POLICY)                                  \
-  {sm90::T::kDType, D, sm90::POLICY::kEverything,                      \
-   !sm90::POLICY::kEverything && sm90::backward_tile(D).takes_turns(), \
+#define JAXFLASH_KERNEL(T, D, POLICY)                                \
+  {sm90::T::kDType, D, sm90::POLICY::kEverything,                    \
+   !sm90::POLICY::kEverything && sm90::backward_tile(D).owns_keys(), \
    sm90::launch_backward<sm90::T, D, sm90::POLICY>},
 #include "cuda/sm90/backward_kernels.inc"
 #undef JAXFLASH_KERNEL

@@ -54,8 +54,8 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// fence.proxy.async.shared::cta, "Memory Consistency Model: Proxies": orders this thread's own
-// writes to shared memory before reads by wgmma and bulk copies.
+// fence.proxy.async.shared::cta, "Memory Consistency Model: Proxies": orders writes to shared
+// memory, this thread's own and those it has waited for, before reads by wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

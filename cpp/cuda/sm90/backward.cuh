@@ -13,12 +13,12 @@
 // of the next. Only d^T key sums over the keys of both warpgroups: d goes by way of shared memory,
 // and that product is one item late (an item: a tile of rows of a head), so that no warpgroup
 // waits for the other in the same item, and one's exponentials fall into the other's products. Its
-// result is added to sums in global memory, in f32, a strip of 16 rows a warp, by bulk copies that
-// a third warp for each warpgroup starts.
+// result is added to sums in global memory, in f32, a strip of 16 rows a warp.
 //
-// With 128 keys a warpgroup has both sums of its 64 keys in registers. With 64 keys, where the head
-// dim leaves no registers for that, one has the values' sums and one the keys': the first makes p
-// and passes it on, the second makes d.
+// With 128 keys a warpgroup has both sums of its 64 keys in registers, and a further warp for each
+// warpgroup adds its query sums by bulk copies. With 64 keys, where the head dim leaves no
+// registers for that, one has the values' sums and one the keys', and threads add query sums
+// themselves: the first makes p and passes it on, the second makes d.
 //
 // What limits (Nsight Compute on an H200, 8192 keys, head dims 64 and 128; clocks of an item of 128
 // x 128 or 64 x 128 at a fixed 1.35 GHz): tensor cores are busy for 2560 of 4400 and 3720 clocks,
@@ -153,7 +153,7 @@ struct Backward {
   static constexpr int kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
-  static constexpr bool kOwnsKeys = kTile.owns_keys(), kBulk = kTile.bulk;
+  static constexpr bool kOwnsKeys = kTile.owns_keys();
   static constexpr int kWarps = 4 * BackwardTile::kWarpgroups;            // of consumers
   static constexpr int kGradientWarps = kOwnsKeys ? kWarps : kWarps / 2;  // that make d
   // Tiles are panels of 64 columns, rows of 128 bytes each, permuted within 1024 bytes. Those of d
@@ -179,16 +179,12 @@ struct Backward {
   // Where a warpgroup has both sums, probabilities wait for g in registers, or, where all rules
   // leave none for that, in the place of the warp's strip of query sums.
   static constexpr bool kKeepsInRegisters = kOwnsKeys && (!Policy::kEverything || D < 128);
-  static_assert(!kOwnsKeys || kKeepsInRegisters || kBulk);
-  static constexpr int kMovedBytes = kBulk       ? kWarps * kStripBytes
-                                     : kOwnsKeys ? 16
-                                                 : kRows * kKeys * 2;
+  static constexpr int kMovedBytes = kOwnsKeys ? kWarps * kStripBytes : kRows * kKeys * 2;
   static constexpr auto kType =
       T::kDType == DType::kBF16 ? ptx::WgmmaType::kBF16 : ptx::WgmmaType::kF16;
   static_assert(kTile.keys == 64 || kTile.keys == 128);
   static_assert(kRows % 64 == 0 && D % 64 == 0);
   static_assert(kPieces == (kOwnsKeys ? 1 : 2));
-  static_assert(kOwnsKeys || !kBulk);
   // Of bias and mask; whole panels.
   static constexpr int kArrayStages = kTile.array_stages;
   static constexpr int kArrayWarps = kOwnsKeys ? kWarps : kWarps / 2;  // that read them
@@ -213,16 +209,17 @@ struct Backward {
   struct Arrays {
     uint8_t arrays[kArrayStages][kTile.array_bytes];  // of bias and mask
   };
-  // A power of two, since counts wrap: while an adder is at one, the reader is at most at the
-  // fourth after it (kStages is 2).
-  static constexpr int kItems = kBulk ? 8 : 4;
-  static_assert(!kBulk || kStages + 3 <= kItems);
+  // Of visited items. While a consumer is at one and asks for the one before it, the reader is at
+  // most kStages after it; where there are adders, one more, since these may be an item late. A
+  // power of two, since counts wrap.
+  static constexpr int kVisits = kOwnsKeys ? 8 : 4;
+  static_assert(kStages + (kOwnsKeys ? 3 : 2) <= kVisits);
   struct NoRules {};
   struct Rules {
     PlanRules<Everything> plan;  // of the first head
     // Of the heads of the items whose rows a stage has; the reader writes them ahead of rows_ready.
     sm80::ScaledView views[kStages];
-    VisitedItem items[kItems];
+    VisitedItem visits[kVisits];
     float keep_scale;  // of dropout
     uint64_t arrays_full[kArrayStages], arrays_empty[kArrayStages];
   };
@@ -371,7 +368,7 @@ __device__ __forceinline__ void plan_items(const BackwardParams& params,
   const ItemWalk<B> walk(params, shared);
   __syncwarp();  // lane 0 waits for all lanes to have read the plan
   if (first_lane && walk.ends()) shared.plan.items.heads = 0;
-  if (first_lane) shared.rules.items[B::kItems - 1].item.head = -1;  // before the first
+  if (first_lane) shared.rules.visits[B::kVisits - 1].item.head = -1;  // before the first
 }
 
 // The warp that has tiles copied; one lane of it, or all where they look for items.
@@ -514,8 +511,9 @@ struct BackwardReader {
   }
 
   // Huge logits are taken relative to their maximum before they are rounded to exponents. What that
-  // loses of the maximum, in units of the scale, goes to the rest. Up to kHuge the exponents'
-  // error, half a unit in the last place of the maximum, is far below that of 16-bit probabilities.
+  // loses of the maximum, in units of the scale, goes to the rest. Up to kHuge three roundings of
+  // the log-sum-exp are 3e-5 of a probability at most: less than rounding to 16 bits by a factor
+  // of 17.
   static constexpr float kHuge = 256.f;
   __device__ __forceinline__ RowTerms terms_of(const Statistic& x) const {
     if (x.logit_max == sm80::minus_infinity()) return {0.f, sm80::minus_infinity()};
@@ -615,7 +613,7 @@ struct BackwardReader {
         const bool known = uniform(view.head == head);  // lane 0, which will change it
         if (count < B::kStages || !known) look_at(item.head, view);
         if (lane() == 0) {
-          rules.items[count % B::kItems] = {item, checks | rules.plan.checks, last};
+          rules.visits[count % B::kVisits] = {item, checks | rules.plan.checks, last};
         }
         __syncwarp();  // all lanes wait for the view
         sm80::prefetch_rules<B::kRows, B::kKeys, 32>(params.problem, view, params.staging, checks,
@@ -641,7 +639,9 @@ struct BackwardAdder {
   template <class Add>
   __device__ __forceinline__ void turn(uint32_t count, const Add& add) const {
     wait(shared.strips_full[warpgroup], count & 1);
-    ptx::fence_proxy_async();  // not by those who wrote: it would keep them waiting
+    // Not by those who wrote, whom it would keep waiting: a fence may lie anywhere between writes
+    // and reads that barriers put in order.
+    ptx::fence_proxy_async();
     add();
     __syncwarp();  // lane 0 waits for lanes with a strip
     if (lane() == 0) arrive(shared.strips_empty[warpgroup]);
@@ -698,7 +698,7 @@ struct BackwardAdder {
     if constexpr (Policy::kEverything) {
       for (bool last = false; !last; ++count) {
         turn(count, [&] {
-          const VisitedItem& visited = shared.rules.items[(count - 1) % B::kItems];
+          const VisitedItem& visited = shared.rules.visits[(count - 1) % B::kVisits];
           last = visited.last != 0;
           add(visited.item);
         });
@@ -798,7 +798,7 @@ struct BackwardConsumer {
   }
   __device__ __forceinline__ void wait_for_gradients() const {
     wait(shared.gradients_full[last_gradients().stage()], last_gradients().parity());
-    ptx::fence_proxy_async();  // here, not by those who wrote: it would keep these waiting
+    ptx::fence_proxy_async();  // as adders do
   }
   __device__ __forceinline__ void release_gradients() const {
     release(shared.gradients_empty[last_gradients().stage()]);
@@ -806,7 +806,7 @@ struct BackwardConsumer {
 
   // The item that is `ahead` of the current one, which has none before the first.
   __device__ __forceinline__ const VisitedItem& visited(int ahead) const {
-    return shared.rules.items[(count + ahead) % B::kItems];
+    return shared.rules.visits[(count + ahead) % B::kVisits];
   }
   __device__ __forceinline__ bool is_last(const Item& item) const {
     if constexpr (Policy::kEverything) return visited(0).last;
@@ -870,7 +870,7 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Adds a piece to the sums of the item before `next`, if there is one, without an adder.
+  // Adds a piece to the sums of the item before `next`, where there is no adder.
   __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
     const Item item = item_before(next);
     const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, i) * 4 + warp();
@@ -964,7 +964,7 @@ struct BackwardConsumer {
   template <int kRows>
   using Strip = float[1][kRows / 8][4];
   template <int kRows>
-  __device__ __forceinline__ sm80::KeysDownPlace strip_place(int part) const {
+  __device__ __forceinline__ sm80::KeysDownPlace logits_place(int part) const {
     return {{visited(0).item.tile * B::kRows, shared.plan.first_key, kRows * part,
              first_key() + 16 * warp(), sm80::lane_now()}};
   }
@@ -975,7 +975,7 @@ struct BackwardConsumer {
   // Products to logits by all rules but ranges, of a part of the rows.
   __device__ __forceinline__ void apply_rules(int part, Logits& s) {
     const sm80::ScaledView& view = shared.rules.views[stage()];
-    const auto place = strip_place<kPartRows>(part);
+    const auto place = logits_place<kPartRows>(part);
     if (part == 0 && drops()) kept.draw(params.problem, view, place);
     const int checks = uniform(visited(0).checks);
     const sm80::ArrayTiles arrays = wait_for_arrays();
@@ -1085,7 +1085,7 @@ struct BackwardConsumer {
   // The bias's share of the gradients.
   __device__ __forceinline__ void take_bias_cotangent(const Logits& g) const {
     const sm80::ScaledView& view = shared.rules.views[stage()];
-    const auto place = strip_place<B::kRows>(0);
+    const auto place = logits_place<B::kRows>(0);
     const auto& strip = reinterpret_cast<const Strip<B::kRows>&>(g);
     if (params.bias_sums) {
       sm80::add_bias_cotangent(params.problem, params.bias_cotangent, view, place, strip);
@@ -1137,7 +1137,7 @@ struct BackwardConsumer {
       start_piece(i, q);
       ptx::wgmma_wait<0>();
       ptx::pin_registers(q);
-      if constexpr (B::kBulk) {
+      if constexpr (B::kOwnsKeys) {
         wait_for_strips();
         store_strip(q);
       } else {
@@ -1231,27 +1231,27 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
   typename C::Logits p;
   typename C::Terms terms;  // likewise, if they are read ahead
 
-  __device__ __forceinline__ uint32_t place_of_kept(int j) const {
+  // What waits for g: in `words`, or in the place of the warp's strip.
+  __device__ __forceinline__ uint32_t place_of_waiting(int j) const {
     return this->strip_place() + (32 * j + this->lane()) * 8;
   }
-  __device__ __forceinline__ void keep(const typename C::Logits& p, int part,
-                                       typename C::Operand& kept) const {
+  __device__ __forceinline__ void let_wait(int part, typename C::Operand& words) const {
     constexpr bool kKeepsInRegisters = C::B::kKeepsInRegisters;
     if (!kKeepsInRegisters && part == 0) this->wait_for_strips();
 #pragma unroll
     for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
       const uint2 two = this->pack_waiting(p, part, j);
       if constexpr (kKeepsInRegisters) {
-        kept[2 * j] = two.x;
-        kept[2 * j + 1] = two.y;
+        words[2 * j] = two.x;
+        words[2 * j + 1] = two.y;
       } else {
-        ptx::store_shared_2(place_of_kept(j), two);
+        ptx::store_shared_2(place_of_waiting(j), two);
       }
     }
   }
-  __device__ __forceinline__ uint2 kept_of(const typename C::Operand& kept, int j) const {
-    if constexpr (C::B::kKeepsInRegisters) return {kept[2 * j], kept[2 * j + 1]};
-    return ptx::load_shared_2(place_of_kept(j));
+  __device__ __forceinline__ uint2 waiting_of(const typename C::Operand& words, int j) const {
+    if constexpr (C::B::kKeepsInRegisters) return {words[2 * j], words[2 * j + 1]};
+    return ptx::load_shared_2(place_of_waiting(j));
   }
 
   __device__ __forceinline__ void start() {
@@ -1266,7 +1266,7 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
   // After the last item, the product that it starts is of what lies in shared memory, and unused.
   __device__ __forceinline__ void step(const Item& item) {
     typename C::Logits g;
-    typename C::Operand p_operand, p_kept, g_operand;
+    typename C::Operand p_operand, p_waiting, g_operand;
     typename C::Piece q;
     ptx::pin_registers(p);
     ptx::wgmma_fence();
@@ -1275,12 +1275,12 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     for (int part = 0; part < C::kParts; ++part) {
       this->make_probabilities(item, part, terms, p);
       this->pack_weights(p, part, p_operand);
-      keep(p, part, p_kept);
+      let_wait(part, p_waiting);
       ptx::wgmma_fence();
       this->add_rows(p_operand, this->cotangent(), C::kPartRows * part, C::kPartRows * (part + 1),
                      value_sum);
     }
-    this->make_gradients([&](int j) { return kept_of(p_kept, j); },
+    this->make_gradients([&](int j) { return waiting_of(p_waiting, j); },
                          [&] {
                            ptx::wgmma_wait<C::kParts>();
                            ptx::pin_registers(g);
@@ -1464,7 +1464,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
       if (warp == 0 && threadIdx.x == 0) loader.run();
       if (warp == 1) reader.run();
     }
-    if (B::kBulk && warp >= 2) BackwardAdder<T, D, Policy>{params, shared, warp - 2}.run();
+    if (B::kOwnsKeys && warp >= 2) BackwardAdder<T, D, Policy>{params, shared, warp - 2}.run();
   } else {
     ptx::take_registers<B::kConsumerRegisters>();
     if constexpr (B::kOwnsKeys) {

@@ -92,7 +92,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
   params.schedule.section_heads = section_key_heads(key_heads, tiles);
-  params.schedule.last_first = params.deterministic;
+  params.schedule.last_first = params.deterministic;  // what a block waits for has started before
   kernel<<<static_cast<unsigned>(key_heads * tiles), kTile.threads(), kShared, stream>>>(params);
   if (wants_query) {
     finish.query_sums = params.query_sums;

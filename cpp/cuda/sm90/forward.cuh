@@ -624,7 +624,7 @@ struct Consumer {
 
   // Logits to probabilities relative to the references, which move on to the maxima where these are
   // more than 2^8 times as probable: numerator and denominator share them, so the result is the
-  // same, and sums are seldom multiplied. `shrink`: what is to multiply those made before.
+  // same, and the output is seldom multiplied. `shrink`: what is to multiply those made before.
   __device__ __forceinline__ void softmax(float (&s)[kLogits], const Exponent<T>& exponent,
                                           float (&shrink)[2]) {
 #pragma unroll

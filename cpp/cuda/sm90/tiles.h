@@ -53,7 +53,6 @@ struct BackwardTile {
   int keys;    // of a block
   int rows;    // of queries, at a time
   int stages;  // of tiles of rows
-  bool bulk;   // query sums are added by bulk copies, not by each thread's vector reductions
   // Of tiles of bias and mask, and bytes of one.
   int array_stages = 1;
   int array_bytes = 0;
@@ -63,19 +62,19 @@ struct BackwardTile {
   // Of a thread; together no more than the kernel starts with, 168 for each thread.
   constexpr int producer_registers() const { return 40; }
   constexpr int consumer_registers() const { return 232; }
-  // Whether a warpgroup has both sums of 64 keys; else one of the two, of the block's 64 keys.
+  // Whether a warpgroup has both sums of 64 keys, and hands query sums to a warp that adds them by
+  // bulk copies, which may wait for its turn. Else it has one of the two, of the block's 64 keys,
+  // and its threads add query sums: there is no shared memory for bulk copies.
   constexpr bool owns_keys() const { return keys == 64 * kWarpgroups; }
-  // Whether query sums can be added in a fixed order: by warps of their own, which may wait.
-  constexpr bool takes_turns() const { return bulk && array_bytes == 0; }
 };
 
 // backward.cuh says what limits each, and what was tried.
 constexpr BackwardTile backward_tile(int dim) {
   // Registers a thread: sums of 64 keys, dim with 128 keys and dim / 2 with 64; s and g, rows / 2
   // each, which half as many words of operands take the place of.
-  if (dim <= 64) return {128, 128, 2, true};
-  if (dim <= 128) return {128, 64, 2, true};
-  return {64, 64, 2, false};  // no shared memory for bulk copies
+  if (dim <= 64) return {128, 128, 2};
+  if (dim <= 128) return {128, 64, 2};
+  return {64, 64, 2};
 }
 
 // Of kernels that apply all rules, whose tiles of bias and mask have 64 rows. Room for these is
@@ -97,9 +96,9 @@ constexpr BackwardTile backward_tile(int dim) {
 //   gradient of a bias            1.16      1.56   [1, N, T, S]
 //                                 1.0              [B, N, T, S]
 constexpr BackwardTile everything_backward_tile(int dim) {
-  if (dim <= 64) return {128, 64, 2, true, 2, 64 * 128 * 5};
-  if (dim <= 128) return {128, 64, 2, true, 1, 64 * 128 * 3};
-  return {64, 64, 2, false, 1, 64 * 64 * 2};
+  if (dim <= 64) return {128, 64, 2, 2, 64 * 128 * 5};
+  if (dim <= 128) return {128, 64, 2, 1, 64 * 128 * 3};
+  return {64, 64, 2, 1, 64 * 64 * 2};
 }
 
 }  // namespace jaxflash::cuda::sm90
