@@ -308,7 +308,7 @@ class BlockedAttention:
         rounded = lax.stop_gradient(logit_max + log_sum)
         rest = (logit_max - rounded) + log_sum
         logits = below(logits, self.from_rows(rounded)[..., None])
-        logits -= self.from_rows(rest)[..., None]
+        logits = below(logits, self.from_rows(rest)[..., None])
         visible &= self.from_rows(seeing)[..., None]
         weights = jnp.exp(jnp.where(visible, logits, 0))
         return jnp.where(visible, weights, 0), visible, slope

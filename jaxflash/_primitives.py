@@ -98,7 +98,8 @@ def _xla_forward(*operands: Any, config: Config) -> Sequence[jax.Array]:
 
 def _xla_tangent(*operands: Any, config: Config, tangents: tuple[str, ...]) -> Sequence[jax.Array]:
     count = len(config.operands)
-    primals, residuals = operands[:count], operands[count : count + len(_RESIDUALS)]
+    primals, (output, *statistics) = operands[:count], operands[count : count + len(_RESIDUALS)]
+    residuals = (output, *_xla_statistics(config, primals, *statistics))
     named_tangents = dict(zip(tangents, operands[count + len(_RESIDUALS) :], strict=True))
     return _xla.tangent(config, config.named(primals), residuals, named_tangents)
 
@@ -110,6 +111,29 @@ def _xla_backward(*operands: Any, config: Config, wanted: Wanted) -> Sequence[ja
     shapes = {name: cotangent_shape(name, full, primals) for name, full in wanted}
     results = _xla.backward(config, primals, residuals, shapes)
     return [results[name] for name, _ in wanted]
+
+
+def _xla_backward_of_kernels(*operands: Any, config: Config, wanted: Wanted) -> Sequence[jax.Array]:
+    count = len(config.operands)
+    d_output, logit_max, log_sum, delta = operands[count:]
+    statistics = _xla_statistics(config, operands[:count], logit_max, log_sum)
+    operands = (*operands[:count], d_output, *statistics, delta)
+    return _xla_backward(*operands, config=config, wanted=wanted)
+
+
+def _xla_statistics(
+    config: Config, primals: Sequence[Any], logit_max: Any, log_sum: Any
+) -> tuple[Any, Any]:
+    """A row's statistics as `_xla` finds them, with the derivatives of those given.
+
+    Kernels round logits otherwise, and where these are huge, by more than the logarithm of a
+    probability: what is computed by `_xla` goes with its own statistics.
+    """
+    if config.implementation == "xla":
+        return logit_max, log_sum
+    constants = jax.lax.stop_gradient(list(primals))
+    _, own_max, own_sum = _xla.forward(config, config.named(constants))
+    return own_max, own_sum + (log_sum - jax.lax.stop_gradient(log_sum))
 
 
 # Abstract evaluation.
@@ -292,7 +316,7 @@ def _backward_jvp(
     results = _backward(config, primals, wanted)
     params = {"config": config, "wanted": wanted}
     directions = _by_position(tangents_in)
-    return results, list(_jvp_through_xla(_xla_backward, primals, directions, params))
+    return results, list(_jvp_through_xla(_xla_backward_of_kernels, primals, directions, params))
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp

@@ -345,6 +345,22 @@ def test_derivatives_where_logit_max_lags_behind(implementation, name, monkeypat
     check_transform(implementation, TRANSFORMS[name])
 
 
+@pytest.mark.parametrize("size", [1e3, 1e8, 1e20])
+def test_derivatives_of_huge_equal_logits(implementation, size):
+    """Kernels and compilers round them each in its way: probabilities are 1 / S all the same."""
+    S = 64
+    rng = np.random.default_rng(2)
+    query = rng.standard_normal((3, 1, 8), np.float32) * np.float32(size)
+    key = np.broadcast_to(rng.standard_normal((1, 1, 8), np.float32), (S, 1, 8))
+    value = np.zeros((S, 1, 8), np.float32)
+
+    def attend(value):
+        return flash_attention(query, key, value, scale=1.0, implementation=implementation)
+
+    _, tangent = jax.jvp(attend, (value,), (np.ones_like(value),))
+    np.testing.assert_allclose(tangent, 1, rtol=S * np.finfo(np.float32).eps)
+
+
 @pytest.mark.parametrize("argument", range(6), ids=[*QKV, "bias", "sinks", "scale"])
 def test_jvp_of_one_argument(implementation, argument):
     """Tangents that are symbolically zero are left out, and the others are right."""
