@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,8 +51,17 @@ FEATURES = ("bias", "mask", "segment-ids", "lengths", "soft-cap", "sinks", "drop
 
 def parse_capability(text: str) -> int:
     """A compute capability "major.minor" as a number, 10 * major + minor."""
-    major, _, minor = text.partition(".")
-    return 10 * int(major) + int(minor or 0)
+    match = re.fullmatch(r"(\d|1\d)\.(\d)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected major.minor, as 9.0, got {text}")
+    return 10 * int(match[1]) + int(match[2])
+
+
+def parse_size(text: str) -> int:
+    """A size of an array's axis."""
+    if re.fullmatch(r"\d{1,10}", text) is None or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 2^31 - 1, got {text}")
+    return int(text)
 
 
 def local_capability() -> int:
@@ -69,13 +80,13 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--length", type=int, metavar="T", help="of queries")
-    parser.add_argument("--key-length", type=int, metavar="S", help="default: T")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="default: 1")
-    parser.add_argument("--heads", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--kv-heads", type=int, metavar="K", help="default: N")
-    parser.add_argument("--head-dim", type=int, default=64, metavar="H", help="default: 64")
-    parser.add_argument("--value-dim", type=int, metavar="V", help="default: H")
+    parser.add_argument("--length", type=parse_size, metavar="T", help="of queries")
+    parser.add_argument("--key-length", type=parse_size, metavar="S", help="default: T")
+    parser.add_argument("--batch", type=parse_size, default=1, metavar="B", help="default: 1")
+    parser.add_argument("--heads", type=parse_size, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--kv-heads", type=parse_size, metavar="K", help="default: N")
+    parser.add_argument("--head-dim", type=parse_size, default=64, metavar="H", help="default: 64")
+    parser.add_argument("--value-dim", type=parse_size, metavar="V", help="default: H")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int, metavar="W", help="keys on each side")
@@ -147,9 +158,10 @@ def choice(settings: argparse.Namespace) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints what was asked for."""
     parser = make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
     settings = parser.parse_args(arguments)
     if settings.length is None:
-        if settings != parser.parse_args([]):
+        if arguments:
             parser.error("--length: expected with the other options, got none")
         print(report())
         return

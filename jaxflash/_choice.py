@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from jaxflash import _native
 from jaxflash._modules import MODULES
-from jaxflash._platforms import Call, Cuda
+from jaxflash._platforms import FORWARD, Call, Cuda
 from jaxflash._primitives import backward_p, forward_p
 
 # Names of the primitives, and what calls their kernels.
@@ -27,7 +29,8 @@ class _Noting(Cuda):
 
     def workspace(self, call: Call) -> list[Any]:
         """The type of the call's workspace: every call asks for it."""
-        self.noted = self.kernel(call, self._capability)
+        if call.target is not FORWARD or math.prod(call.operands["query"].shape):
+            self.noted = self.kernel(call, self._capability)
         return super().workspace(call)
 
 
@@ -47,9 +50,15 @@ def cuda_choice(function: Callable[..., Any], *operands: Any, capability: int) -
     """
     if reason := MODULES["cuda"].reason:
         raise NotImplementedError(f"no CUDA kernels here: {reason}")
+    got = f"{capability // 10}.{capability % 10}"
     if capability < 80:
-        got = f"{capability // 10}.{capability % 10}"
         raise NotImplementedError(f"CUDA kernels need compute capability 8.0 or more, got {got}")
+    architectures = MODULES["cuda"].facts["architectures"]
+    if not has_code(architectures, capability):
+        raise NotImplementedError(
+            f"these CUDA kernels have no code for compute capability {got}, "
+            f"they were built for {', '.join(architectures)}"
+        )
     for equation in _equations(jax.make_jaxpr(function)(*operands).jaxpr):
         if equation.primitive not in _CALLS:
             continue
@@ -61,6 +70,23 @@ def cuda_choice(function: Callable[..., Any], *operands: Any, capability: int) -
         platform = _Noting(capability)
         jax.eval_shape(functools.partial(native, platform, **equation.params), *types)
         yield f"{name}: {platform.noted}"
+
+
+def has_code(architectures: Iterable[str], capability: int) -> bool:
+    """Whether a build for `architectures`, as CMake has them, runs on such GPUs.
+
+    Machine code does on later ones of the same generation, PTX on all later ones.
+    """
+    for architecture in architectures:
+        match = re.fullmatch(r"(\d+)[af]?(-real|-virtual)?", architecture)
+        if match is None:  # "native" and the like: only the compiler knew
+            return True
+        number, kind = int(match[1]), match[2]
+        if number > capability:
+            continue
+        if kind != "-real" or number // 10 == capability // 10:
+            return True
+    return False
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -260,8 +260,10 @@ class Cuda(Platform):
         if "query_segment_ids" in operands:
             size += batches * (strips + key_tiles) // 128
         if "mask" in operands:
-            heads = math.prod(operands["mask"].shape[:-2])
-            size += (heads // 32 + 1) * (strips * key_tiles // 32 + 1)
+            # A byte for each tile of the mask itself, which may be broadcast.
+            *rest, rows, columns = operands["mask"].shape
+            tiles = math.prod(rest) * -(-columns // self._LEAST_TILE)
+            size += (tiles // 32 + 1) * (-(-rows // self._LEAST_TILE) // 32 + 1)
         return size + 8  # each array is aligned, and what was divided may have left a rest
 
 

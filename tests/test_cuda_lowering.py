@@ -11,7 +11,7 @@ import pytest
 
 from calls import Call, Shape, make_call, normal
 from jaxflash import __main__ as command
-from jaxflash import _modules, _platforms, flash_attention
+from jaxflash import _choice, _modules, _platforms, flash_attention
 from test_compile import export
 
 pytestmark = pytest.mark.skipif(
@@ -183,6 +183,7 @@ SIZES = [
     Shape(B=200, T=1270, S=1290, N=3, H=160),
     Shape(B=100, T=1270, S=1290, N=4, H=64, Hv=192),
     Shape(B=1_000_000, T=16, S=16, N=7, H=64),
+    Shape(B=1, T=1 << 16, S=1 << 16, N=4, H=128),
 ]
 WORKSPACE_FEATURES = {
     "plain": {},
@@ -190,6 +191,8 @@ WORKSPACE_FEATURES = {
     "bias of the keys": {"bias": lambda s: ((1, s.N, 1, s.S), "float32")},
     "bias of the rows": {"bias": lambda s: ((1, s.N, s.T, 1), "float32")},
     "mask": {"mask": lambda s: ((s.B, s.N, s.T, s.S), "bool")},
+    "mask of all heads": {"mask": lambda s: ((1, 1, s.T, s.S), "bool")},
+    "mask of the keys": {"mask": lambda s: ((1, 1, 1, s.S), "bool")},
     "ids": {
         "query_segment_ids": lambda s: ((s.B, s.T), "int32"),
         "key_value_segment_ids": lambda s: ((s.B, s.S), "int32"),
@@ -278,6 +281,7 @@ def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monk
     if "90a-real" not in _modules.MODULES["cuda"].facts["architectures"]:
         pytest.skip("built without the Hopper kernels")
     monkeypatch.setattr(command, "local_capability", lambda: 90)
+    monkeypatch.setattr(_choice, "has_code", lambda architectures, capability: True)
     command.main(options.split())
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
@@ -287,12 +291,32 @@ def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monk
 
 
 def test_command_line_says_that_nothing_is_computed(capsys):
-    command.main(["--length", "333", "--batch", "0"])
-    assert capsys.readouterr().out.splitlines()[1] == "backward: nothing to compute"
+    command.main(["--length", "333", "--batch", "0", "--capability", "9.0"])
+    assert capsys.readouterr().out.splitlines() == [
+        "forward: nothing to compute",
+        "backward: nothing to compute",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runs_on", "not_on"),
+    [
+        (["80-real", "90-real", "90a-real"], [80, 86, 89, 90], [100, 120]),
+        (["80-virtual"], [80, 90, 120], [75]),
+        (["90"], [90, 100], [80, 89]),
+        (["native"], [80], []),
+    ],
+)
+def test_what_a_build_runs_on(architectures, runs_on, not_on):
+    for capability in runs_on:
+        assert _choice.has_code(architectures, capability)
+    for capability in not_on:
+        assert not _choice.has_code(architectures, capability)
 
 
 def test_command_line_says_why_there_is_no_kernel(capsys):
-    command.main(["--length", "333", "--batch", "2", "--with", "bias", "--deterministic"])
+    options = "--length 333 --batch 2 --with bias --deterministic --capability 9.0"
+    command.main(options.split())
     forward, backward = capsys.readouterr().out.splitlines()
     assert "kernel" in forward
     assert 'backward: implementation "xla": its native kernels add up' in backward
@@ -306,7 +330,12 @@ def test_command_line_says_why_there_is_no_kernel(capsys):
         ("--length 4 --head-dim 300", "head"),
         ("--length 4 --dtype float64", "--dtype"),
         ("--length 4 --capability 7.5", "need compute capability 8.0 or more, got 7.5"),
-        ("--length 4 --capability Hopper", "--capability"),
+        ("--length 4 --capability Hopper", "expected major.minor, as 9.0, got Hopper"),
+        ("--length 4 --capability 8.15", "expected major.minor, as 9.0, got 8.15"),
+        ("--length 4 --capability 90", "expected major.minor, as 9.0, got 90"),
+        ("--length -4", "--length: expected a number from 0"),
+        ("--length 4 --batch 99999999999", "--batch: expected a number from 0"),
+        ("--batch 1 --heads 8", "--length: expected with the other options"),
     ],
 )
 def test_command_line_refuses(options, text, capsys):
