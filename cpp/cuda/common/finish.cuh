@@ -109,12 +109,13 @@ static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams pa
   }
 }
 
-// What the kernel adds to, or stores to: sums start from zero, and hidden tiles are not visited.
+// What the kernel adds to, or stores to, if it is wanted: sums start from zero, and hidden tiles
+// are not visited.
 inline Error clear_bias(const Tensor& cotangent, bool sums, const BiasFinishParams& bias,
                         Stream stream) {
   const DType dtype = sums ? DType::kF32 : bias.cotangent.dtype;
   const int64_t size = dtype == DType::kF32 ? 4 : 2;
-  if (bias.elements == 0) return nullptr;
+  if (cotangent.data == nullptr || bias.elements == 0) return nullptr;
   return text_of(cudaMemsetAsync(cotangent.data, 0, bias.elements * size, stream));
 }
 

@@ -82,7 +82,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (error == nullptr && Policy::kEverything) {
     error = prepare_rules(kTile.rows, kTile.keys, kTile.array_bytes, params, stream);
   }
-  if (error == nullptr && params.bias_cotangent.data != nullptr) {
+  if (error == nullptr) {
     error = sm80::clear_bias(params.bias_cotangent, params.bias_sums, bias, stream);
   }
   if (error != nullptr) return error;
