@@ -374,6 +374,19 @@ __device__ __forceinline__ void for_each_shared_pair(uint32_t tile, const KeysDo
   }
 }
 
+// Likewise of one line of an array in global memory, line `i` of a thread's, whose elements from
+// `at` on lie `stride` apart; those past `last` are clamped to it.
+template <int kBlocks, class Bits, class Visitor>
+__device__ __forceinline__ void for_each_pair_apart(const Bits* line, int at, int last,
+                                                    int64_t stride, int i, const Visitor& visit) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const uint32_t x = line[min(at + 8 * block, last) * stride];
+    const uint32_t y = line[min(at + 8 * block + 1, last) * stride];
+    visit(i / 2, block, i % 2, uint2{x, y});
+  }
+}
+
 // Likewise of an array [T, S] in global memory, which may be broadcast; `offset` is that of its
 // head. Rows and columns past the end are clamped to the last: what they bring is hidden or
 // discarded.
@@ -399,12 +412,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
         visit(i / 2, block, i % 2, global_pair<E>(of_row + column + 8 * block));
       }
     } else {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const uint32_t x = of_row[min(column + 8 * block, last_column) * tensor.column];
-        const uint32_t y = of_row[min(column + 8 * block + 1, last_column) * tensor.column];
-        visit(i / 2, block, i % 2, uint2{x, y});
-      }
+      for_each_pair_apart<kBlocks>(of_row, column, last_column, tensor.column, i, visit);
     }
   }
 }
@@ -428,12 +436,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) visit(i / 2, block, i % 2, uint2{x, x});
     } else {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const uint32_t x = of_key[min(row + 8 * block, last_row) * tensor.row];
-        const uint32_t y = of_key[min(row + 8 * block + 1, last_row) * tensor.row];
-        visit(i / 2, block, i % 2, uint2{x, y});
-      }
+      for_each_pair_apart<kBlocks>(of_key, row, last_row, tensor.row, i, visit);
     }
   }
 }

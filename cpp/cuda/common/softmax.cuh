@@ -30,6 +30,9 @@ template <class T>
 struct Exponent {
   float factor;
 
+  // A reference moves on to a maximum that is more than 2^kStays above it: numerator and
+  // denominator share references, so the result is the same, and sums are seldom multiplied.
+  static constexpr float kStays = 8.f;
   // Of a row that saw nothing yet: below any logit's, and finite, so that hidden keys get 0.
   static constexpr float kNothing = -3.402823466e38f;
 

@@ -124,9 +124,7 @@ struct Forward {
   }
 
   // Moves the references on to the maxima, and shrinks what was summed relative to the old ones.
-  //
-  // References that would move by less than 2^8 in every row of the warp stay: numerator and
-  // denominator share them, so the result is the same, and the sums are spared a multiplication.
+  // None moves where none in the warp must.
   __device__ __forceinline__ void move_references(const float (&s)[kStrips][kKeyBlocks][4],
                                                   const Exponent<T>& exponent) {
     float peak[kStrips][2];
@@ -142,7 +140,7 @@ struct Forward {
           x = fmaxf(x, fmaxf(s[strip][block][2 * half], s[strip][block][2 * half + 1]));
         }
         x = quad_max(x);
-        moves |= exponent.of(x, reference[strip][half]) > 8.f;
+        moves |= exponent.of(x, reference[strip][half]) > Exponent<T>::kStays;
       }
     }
     if (!__any_sync(0xffffffffu, moves)) return;

@@ -622,9 +622,8 @@ struct Consumer {
     }
   }
 
-  // Logits to probabilities relative to the references, which move on to the maxima where these are
-  // more than 2^8 times as probable: numerator and denominator share them, so the result is the
-  // same, and the output is seldom multiplied. `shrink`: what is to multiply those made before.
+  // Logits to probabilities relative to the references, which move on to the maxima where they
+  // must; `shrink`: what is to multiply sums made before.
   __device__ __forceinline__ void softmax(float (&s)[kLogits], const Exponent<T>& exponent,
                                           float (&shrink)[2]) {
 #pragma unroll
@@ -637,7 +636,7 @@ struct Consumer {
       }
       const float old = reference[half];
       const float highest = exponent.reference(sm80::quad_max(fmaxf(peak[0], peak[1])));
-      const float now = highest - old > 8.f ? highest : old;
+      const float now = highest - old > Exponent<T>::kStays ? highest : old;
       reference[half] = now;
       shrink[half] = ptx::ex2(exponent.difference(old, now));
       sum[half] *= shrink[half];
