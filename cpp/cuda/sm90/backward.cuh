@@ -1005,31 +1005,40 @@ struct BackwardConsumer {
   }
 
   // Of a part's probabilities: those that values' sums are made of, but for the factor of those
-  // that dropout keeps, and those that wait for g.
-  __device__ __forceinline__ float weight(const Logits& p, int i) const {
-    return is_kept(i) ? p[i] : 0.f;
-  }
-  __device__ __forceinline__ float waiting(int part, const Logits& p, int i) const {
-    if constexpr (!Policy::kEverything) return p[i];
-    // A slope may be a rounding below 0.
-    const float x = fabsf(p[i] * slope[i - kPartRows / 2 * part]);
-    return is_kept(i) ? x : -x;
-  }
-  __device__ __forceinline__ bool is_kept(int i) const {
-    return !drops() || kept.kept(0, i / 4, i % 4);
-  }
+  // that dropout keeps, and those that wait for g. Rules that are off cost one branch.
   __device__ __forceinline__ void pack_weights(const Logits& p, int part, Operand& a) const {
 #pragma unroll
     for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
-      a[i] = sm80::pack(T(), weight(p, 2 * i), weight(p, 2 * i + 1));
+      a[i] = sm80::pack(T(), p[2 * i], p[2 * i + 1]);
+    }
+    if (!drops()) return;
+#pragma unroll
+    for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
+      a[i] &= ~of_dropped(2 * i, 0xffff);
     }
   }
-  // Elements 4j .. 4j + 3.
-  __device__ __forceinline__ uint2 pack_waiting(const Logits& p, int part, int j) const {
-    const auto pair = [&](int i) {
-      return ptx::pack_f16(waiting(part, p, i), waiting(part, p, i + 1));
-    };
-    return {pair(4 * j), pair(4 * j + 2)};
+  // Elements i and i + 1 as halves of a word: `bits` in those that dropout has dropped.
+  __device__ __forceinline__ uint32_t of_dropped(int i, uint32_t bits) const {
+    return (kept.kept(0, i / 4, i % 4) ? 0 : bits) |
+           (kept.kept(0, i / 4, i % 4 + 1) ? 0 : bits << 16);
+  }
+  __device__ __forceinline__ void apply_slopes(int part, Logits& p) const {
+    if (!Policy::kEverything || params.problem.soft_cap == 0) return;
+    // A slope may be a rounding below 0.
+#pragma unroll
+    for (int i = 0; i < kPartRows / 2; ++i) {
+      float& x = p[kPartRows / 2 * part + i];
+      x = fabsf(x * slope[i]);
+    }
+  }
+  // Elements 4j .. 4j + 3, negative where dropout has dropped them.
+  __device__ __forceinline__ uint2 pack_waiting(const Logits& p, int j) const {
+    uint2 two = {ptx::pack_f16(p[4 * j], p[4 * j + 1]), ptx::pack_f16(p[4 * j + 2], p[4 * j + 3])};
+    if (drops()) {
+      two.x |= of_dropped(4 * j, 0x8000);
+      two.y |= of_dropped(4 * j + 2, 0x8000);
+    }
+    return two;
   }
 
   // Zeros where a row does not see a key.
@@ -1059,6 +1068,16 @@ struct BackwardConsumer {
     wait_for_products();
     float unshift = kUnshift;
     if constexpr (Policy::kEverything) unshift *= shared.rules.keep_scale;
+    if (drops()) {
+#pragma unroll
+      for (int j = 0; j < kLogits / 4; ++j) {
+        const uint2 p = p_of(j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if ((i < 2 ? p.x : p.y) >> (15 + 16 * (i % 2)) & 1) g[4 * j + i] = 0.f;
+        }
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kLogits / 4; ++j) {
       const float2 two = j < kDeltasAhead ? ahead[j] : of_two_rows(deltas, j);
@@ -1069,12 +1088,8 @@ struct BackwardConsumer {
         const uint32_t word = i < 2 ? p.x : p.y;
         const uint32_t bits = i % 2 == 0 ? word & 0xffff : word >> 16;
         float& x = g[4 * j + i];
-        if constexpr (Policy::kEverything) {
-          const float kept = word >> (15 + 16 * (i % 2)) & 1 ? 0.f : x;
-          x = fabsf(sm80::float_of(F16(), bits)) * fmaf(kept, unshift, -delta);
-        } else {
-          x = sm80::float_of(F16(), bits) * fmaf(x, unshift, -delta);
-        }
+        const float p_of_element = sm80::float_of(F16(), bits);
+        x = (Policy::kEverything ? fabsf(p_of_element) : p_of_element) * fmaf(x, unshift, -delta);
       }
     }
     if constexpr (Policy::kEverything) {
@@ -1235,12 +1250,13 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
   __device__ __forceinline__ uint32_t place_of_waiting(int j) const {
     return this->strip_place() + (32 * j + this->lane()) * 8;
   }
-  __device__ __forceinline__ void let_wait(int part, typename C::Operand& words) const {
+  __device__ __forceinline__ void let_wait(int part, typename C::Operand& words) {
+    this->apply_slopes(part, p);
     constexpr bool kKeepsInRegisters = C::B::kKeepsInRegisters;
     if (!kKeepsInRegisters && part == 0) this->wait_for_strips();
 #pragma unroll
     for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
-      const uint2 two = this->pack_waiting(p, part, j);
+      const uint2 two = this->pack_waiting(p, j);
       if constexpr (kKeepsInRegisters) {
         words[2 * j] = two.x;
         words[2 * j + 1] = two.y;
@@ -1338,7 +1354,7 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
     if (part == 0) wait(this->shared.passed_empty, (this->count & 1) ^ 1);
 #pragma unroll
     for (int j = C::kPartRows / 8 * part; j < C::kPartRows / 8 * (part + 1); ++j) {
-      ptx::store_shared_2(passed(j), this->pack_waiting(p, part, j));
+      ptx::store_shared_2(passed(j), this->pack_waiting(p, j));
     }
     if (part == C::kParts - 1) this->release_all_lanes(this->shared.passed_full);
   }
@@ -1364,8 +1380,9 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
       for (int part = 0; part < C::kParts; ++part) {
         typename C::Terms terms;
         this->make_probabilities(item, part, terms, p);
-        pass(p, part);
         this->pack_weights(p, part, operand);
+        this->apply_slopes(part, p);
+        pass(p, part);
       }
     } else {
       typename C::Logits g;
