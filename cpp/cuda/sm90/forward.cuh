@@ -4,11 +4,12 @@
 // Blocks are persistent. One warp of each deals out tiles of rows and plans them, three have
 // queries, keys and values copied by the tensor memory accelerator, and each of the consumer
 // warpgroups owns 64 rows. Products run asynchronously: a warpgroup starts Q K^T of the next tile
-// of keys and P V of this one together, and does the softmax of the former while the latter is
-// under way; from one tile of rows to the next likewise. Warpgroups take turns at Q K^T, so that
-// while one has its softmax, the tensor cores work for another.
+// of keys and P V of this one together, and looks for the former's maxima while the latter is under
+// way; from one tile of rows to the next likewise. Warpgroups take turns at Q K^T, so that while
+// one has its softmax, the tensor cores work for another.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 #include <type_traits>
 
@@ -85,6 +86,9 @@ struct Forward {
   static constexpr int kArrayStages = Policy::kEverything ? kTile.array_stages : 1;
   static constexpr int kCluster = kTile.cluster;
   static constexpr int kPlans = 4;  // consumers may be at two, and loaders at the next
+  // A cluster asks for more work when it is to load the last tiles of what it has: were it earlier,
+  // some would be left with long tiles of rows while others have nothing to do.
+  static constexpr int kLastTiles = 3;
   static constexpr int kRows = kTile.rows(), kThreads = kTile.threads();
   static constexpr int kProducerRegisters = kTile.producer_registers();
   static constexpr int kConsumerRegisters = kTile.consumer_registers();
@@ -116,6 +120,7 @@ struct Forward {
     uint64_t value_landed[kStages];  // as value_full, but its loader waits
     uint64_t unit_full;              // of `unit`, which the first block of the cluster fills in all
     uint64_t unit_empty;             // in the first block
+    uint64_t unit_wanted;            // the loader of keys arrives, the planner waits
     uint64_t plan_full[kPlans], plan_empty[kPlans];
     uint32_t unit;
     Plan plans[kPlans];
@@ -125,6 +130,9 @@ struct Forward {
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
   static_assert(!Policy::kEverything || kCluster == 1, "blocks see tiles of their own");
+  // A warpgroup waits for the next plan before it lets those last tiles go by that only others see.
+  static_assert((kCluster * kRows - 64) / kKeys + 1 <= kStages + kLastTiles,
+                "the loader gets there");
 };
 
 __device__ __forceinline__ KeyTiles uniform(const KeyTiles& tiles) {
@@ -280,6 +288,7 @@ struct Planner {
       if (lane() == 0) arrive(shared.plan_full[plans.stage()]);
       plans.advance();
       if (stop) return;
+      if (params.next_unit != nullptr) wait(shared.unit_wanted, parity);
     }
   }
 };
@@ -394,7 +403,13 @@ struct Loader {
   __device__ __forceinline__ void load_keys() {
     Ring<F::kStages> ring;
     for_each_plan([&](const Plan& plan) {
+      bool asked = false;
+      const auto ask = [&] {
+        if (!asked && lane() == 0) arrive(shared.unit_wanted);
+        asked = true;
+      };
       for_each_tile(plan, [&](const Visit& visit) {
+        if (visit.tile < plan.keys.begin + F::kLastTiles) ask();
         wait(shared.key_empty[ring.stage()], ring.parity() ^ 1);
         if constexpr (Policy::kEverything) {
           if (lane() == 0) {
@@ -408,6 +423,7 @@ struct Loader {
                               shared.key_full[ring.stage()]);
         ring.advance();
       });
+      ask();
     });
   }
 
@@ -622,10 +638,34 @@ struct Consumer {
     }
   }
 
-  // Logits to probabilities relative to the references, which move on to the maxima where they
-  // must; `shrink`: what is to multiply sums made before.
-  __device__ __forceinline__ void softmax(float (&s)[kLogits], const Exponent<T>& exponent,
-                                          float (&shrink)[2]) {
+  // Whether a reference may have to move. As integers, floats that are not all negative have the
+  // same maximum, and negative ones are not far above a reference that is not negative itself. A
+  // maximum of three integers is one instruction, of floats it is two.
+  __device__ __forceinline__ bool may_move(const float (&s)[kLogits],
+                                           const Exponent<T>& exponent) const {
+    static_assert(kLogits % 8 == 0);
+    const auto bits = [&](int i) { return __float_as_int(s[i]); };
+    bool may = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int peak[2] = {INT_MIN, INT_MIN};
+#pragma unroll
+      for (int i = 2 * half; i < kLogits; i += 8) {
+        peak[0] = __vimax3_s32(peak[0], bits(i), bits(i + 4));
+        peak[1] = __vimax3_s32(peak[1], bits(i + 1), bits(i + 5));
+      }
+      const float highest = exponent.reference(__int_as_float(max(peak[0], peak[1])));
+      may |=
+          highest - reference[half] > Exponent<T>::kStays || reference[half] < -Exponent<T>::kStays;
+    }
+    return may;
+  }
+
+  // References move on to the logits' maxima where these are far above. Whether any of the warp may
+  // have; if so, `shrink` is what is to multiply sums made before.
+  __device__ __forceinline__ bool move_references(const float (&s)[kLogits],
+                                                  const Exponent<T>& exponent, float (&shrink)[2]) {
+    if (!__any_sync(0xffffffffu, may_move(s, exponent))) return false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float peak[2] = {s[2 * half], s[2 * half + 1]};
@@ -641,11 +681,19 @@ struct Consumer {
       shrink[half] = ptx::ex2(exponent.difference(old, now));
       sum[half] *= shrink[half];
     }
+    return true;
+  }
+
+  // Logits to probabilities relative to the references, packed for their product.
+  __device__ __forceinline__ void make_probabilities(const Exponent<T>& exponent,
+                                                     const Draws& draws, float (&s)[kLogits]) {
 #pragma unroll
     for (int i = 0; i < kLogits; ++i) {
       s[i] = ptx::ex2(exponent.of(s[i], reference[i / 2 % 2]));
       sum[i / 2 % 2] += s[i];
     }
+    drop(draws, s);
+    pack(s);
   }
 
   // From elements 4j .. 4j + 3 of accumulators, columns 8j .. of rows lane / 4 (+ 8), to what the
@@ -728,17 +776,15 @@ struct Consumer {
     }
   }
 
-  // From products to probabilities.
-  __device__ __forceinline__ void make_probabilities(const Plan& plan, const Unit& unit,
-                                                     const Visit& visit, const Draws& draws,
-                                                     float (&s)[kLogits], float (&shrink)[2]) {
+  // From products to logits.
+  __device__ __forceinline__ Exponent<T> make_logits(const Plan& plan, const Unit& unit,
+                                                     const Visit& visit,
+                                                     float (&s)[kLogits]) const {
     if constexpr (Policy::kEverything) {
-      softmax(s, apply_everything(plan, visit, s), shrink);
+      return apply_everything(plan, visit, s);
     } else {
-      softmax(s, apply_ranges(plan, unit, visit.tile, s), shrink);
+      return apply_ranges(plan, unit, visit.tile, s);
     }
-    drop(draws, s);
-    ptx::pin_registers(s);
   }
 
   // The first tile of keys after a pause.
@@ -746,8 +792,8 @@ struct Consumer {
     const KeyTiles seen = unit.seen;
     float s[kLogits], shrink[2];
     wait_for_queries();
-    take_turn();
     wait_for_keys();
+    take_turn();
     const Visit visit = visit_after(seen.end);
     ptx::wgmma_fence();
     multiply_keys(s);
@@ -758,50 +804,48 @@ struct Consumer {
     ptx::pin_registers(s);
     release_keys();
     if (seen.end - 1 == seen.begin) release_queries();
-    make_probabilities(plan, unit, visit, draws, s, shrink);
-    pack(s);
-    if (seen.end - 1 != seen.begin) wait_for_keys();
+    const Exponent<T> exponent = make_logits(plan, unit, visit, s);
+    move_references(s, exponent, shrink);
+    make_probabilities(exponent, draws, s);
   }
 
-  // Q K^T and the softmax of a tile, and P V of the one before it, which belongs to the same rows.
-  __device__ __forceinline__ void step(const Plan& plan, const Unit& unit, const Visit& visit) {
-    const bool last = visit.tile == unit.seen.begin;
+  // Q K^T and the softmax of the next tile after `before`, which it returns, and P V of that one,
+  // which belongs to the same rows.
+  __device__ __forceinline__ int step(const Plan& plan, const Unit& unit, int before) {
     float s[kLogits], shrink[2];
     Draws draws;
-    start_products(plan, visit, draws, s);
-    if (last) release_queries();
-    make_probabilities(plan, unit, visit, draws, s, shrink);
-    finish_products(last);
-    pack(s);
-    if (__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) {
+    Exponent<T> exponent;
+    const Visit visit = start_products(plan, before, draws, s);
+    if (visit.tile == unit.seen.begin) release_queries();
+    if (finish_products(plan, unit, visit, s, exponent, shrink)) {
 #pragma unroll
       for (int i = 0; i < V / 2; ++i) output[i] *= shrink[i / 2 % 2];
     }
+    make_probabilities(exponent, draws, s);
+    return visit.tile;
   }
 
   // Likewise where the tile is the first of other rows, of plan `next`.
   __device__ __forceinline__ void step_to(const Plan& next, const Unit& unit, const Plan& plan) {
-    const KeyTiles seen = unit.seen;
-    const bool last = seen.end - 1 == seen.begin;
     float s[kLogits], normalise[2], shrink[2];
+    Draws draws;
+    Exponent<T> exponent;
     finish_statistics(plan, normalise);
     start_rows(next);
     wait_for_queries();
-    wait_for_keys();
-    const Visit visit = visit_after(seen.end);
-    Draws draws;
-    start_products(next, visit, draws, s);
-    if (last) release_queries();
-    make_probabilities(next, unit, visit, draws, s, shrink);
-    finish_products(last);
-    pack(s);
+    const Visit visit = start_products(next, unit.seen.end, draws, s);
+    if (visit.tile == unit.seen.begin) release_queries();
+    finish_products(next, unit, visit, s, exponent, shrink);
     store_output(plan, normalise);
     clear_output();
+    make_probabilities(exponent, draws, s);
   }
 
-  // The keys must have come.
-  __device__ __forceinline__ void start_products(const Plan& plan, const Visit& visit, Draws& draws,
-                                                 float (&s)[kLogits]) {
+  // Starts the products of a step, and waits for Q K^T.
+  __device__ __forceinline__ Visit start_products(const Plan& plan, int before, Draws& draws,
+                                                  float (&s)[kLogits]) {
+    wait_for_keys();
+    const Visit visit = visit_after(before);
     take_turn();
     ptx::wgmma_fence();
     multiply_keys(s);
@@ -813,12 +857,23 @@ struct Consumer {
     pass_turn();
     ptx::pin_registers(s);
     release_keys();
+    return visit;
   }
-  // `last`: no more keys are awaited for these rows. That wait comes first, and on a condition that
-  // needs all probabilities (sums are never negative): ptxas moves a wait for products ahead of the
-  // softmax, unless a branch that depends on it is between them.
-  __device__ __forceinline__ void finish_products(bool last) {
-    if (!last || sum[0] + sum[1] < 0.f) wait_for_keys();
+  // The rest of both: from Q K^T to logits, of which `exponent` is the unit, and references; the
+  // result is as of move_references. P V has come by the time that references are known, and before
+  // the exponentials it must have: while their unit is busy, probabilities are packed into the
+  // registers that it reads. ptxas moves the wait for it ahead of what does not need it, but not of
+  // a branch. All rules want these registers themselves.
+  __device__ __forceinline__ bool finish_products(const Plan& plan, const Unit& unit,
+                                                  const Visit& visit, float (&s)[kLogits],
+                                                  Exponent<T>& exponent, float (&shrink)[2]) {
+    if (Policy::kEverything) wait_for_output();
+    exponent = make_logits(plan, unit, visit, s);
+    const bool moved = move_references(s, exponent, shrink);
+    if (!Policy::kEverything) wait_for_output();
+    return moved;
+  }
+  __device__ __forceinline__ void wait_for_output() {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(output);
     release_values();
@@ -829,9 +884,7 @@ struct Consumer {
     wait_for_values();
     ptx::wgmma_fence();
     multiply_values();
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(output);
-    release_values();
+    wait_for_output();
   }
 
   // The log-sum-exp of the rows, and what their outputs are to be multiplied by: 0 where they are
@@ -920,11 +973,7 @@ struct Consumer {
           release_queries();
         }
       }
-      for (int tile = unit.seen.end - 1; tile > unit.seen.begin;) {
-        const Visit visit = visit_after(tile);
-        step(plan, unit, visit);
-        tile = visit.tile;
-      }
+      for (int tile = unit.seen.end - 1; tile > unit.seen.begin;) tile = step(plan, unit, tile);
 
       plans.advance();
       const Unit next = next_unit();
@@ -969,6 +1018,7 @@ __global__ void __launch_bounds__(Forward<T, D, V, kReach, Policy>::kThreads, 1)
     }
     init(shared.unit_full, 1);
     init(shared.unit_empty, F::kCluster);
+    init(shared.unit_wanted, 1);
     for (int stage = 0; stage < F::kPlans; ++stage) {
       init(shared.plan_full[stage], 1);
       init(shared.plan_empty[stage], 3 + 4 * F::kWarpgroups);
