@@ -13,6 +13,46 @@
 
 namespace jaxflash::cuda::sm80 {
 
+inline constexpr int kFinishBlocks = 4;  // every padded dim has a multiple of so many blocks
+
+// Of the columns column, column + 1, column + 8, column + 9 .. of a row those before `columns`.
+template <class T>
+__device__ __forceinline__ float product_with_sums(const typename T::Bits* query,
+                                                   const float (&sums)[2 * kFinishBlocks],
+                                                   int column, int columns) {
+  float product = 0.f;
+#pragma unroll
+  for (int i = 0; i < 2 * kFinishBlocks; ++i) {
+    const int at = column + 8 * (i / 2) + i % 2;
+    if (at < columns && sums[i] != 0.f) product += float_of(T(), query[at]) * sums[i];
+  }
+  return product;
+}
+template <class T>
+__device__ __forceinline__ void store_sums(typename T::Bits* to,
+                                           const float (&x)[2 * kFinishBlocks], int column,
+                                           int columns, bool vectors) {
+  if constexpr (!kIsFloat<T>) {
+    if (vectors) {
+      // From words of two columns, 8 apart, to eight neighbours.
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = pack(T(), x[2 * i], x[2 * i + 1]);
+      const uint4 neighbours = transpose_quad(words);
+      const int first = column + 6 * (threadIdx.x % 4);
+      if (first < columns) ptx::store_global_4(to + first, neighbours);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kFinishBlocks; ++i) {
+    const int at = column + 8 * i;
+    if (at < columns) {
+      store_pair(T(), to + at, x[2 * i], x[2 * i + 1], at + 1 < columns, vectors);
+    }
+  }
+}
+
 // One warp a strip of 16 rows of one head. Of each 8-column block a thread holds four consecutive
 // floats: rows lane / 4 (two) and lane / 4 + 8 (two), columns 2 * (lane % 4) and the next.
 template <class T>
@@ -38,31 +78,32 @@ __global__ void query_finish_kernel(const __grid_constant__ QueryFinishParams pa
       reinterpret_cast<const float4*>(params.query_sums) + strip * blocks * 32 + lane;
   const Extent extent = extent_of(problem, index);
   float scale_cotangent[2] = {};
-  constexpr int kAhead = 4;  // blocks under way at a time; every padded dim has a multiple of them
-  for (int first_block = 0; first_block < blocks; first_block += kAhead) {
-    float4 sum[kAhead];
+  for (int first_block = 0; first_block < blocks; first_block += kFinishBlocks) {
+    float4 sum[kFinishBlocks];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) sum[i] = sums[(first_block + i) * 32];
+    for (int i = 0; i < kFinishBlocks; ++i) sum[i] = sums[(first_block + i) * 32];
 #pragma unroll
-    for (int i = 0; i < 2 * kAhead; ++i) {
-      const int half = i % 2;
-      const float x = half == 0 ? sum[i / 2].x : sum[i / 2].z;
-      const float y = half == 0 ? sum[i / 2].y : sum[i / 2].w;
-      const int64_t row = first_row + 8 * half;
-      const int column = 8 * (first_block + i / 2) + 2 * (lane % 4);
-      if (row >= problem.query_length || column >= problem.head_dim) continue;
-      const bool pair = column + 1 < problem.head_dim;
-      if (params.query_cotangent.data != nullptr) {
-        // Padding stays 0 whatever the scale.
-        store_pair(T(), cotangent + row * params.query_cotangent.row + column,
-                   x == 0.f ? 0.f : x * scale, y == 0.f ? 0.f : y * scale, pair, params.vectors);
+    for (int half = 0; half < 2; ++half) {
+      float x[2 * kFinishBlocks];
+#pragma unroll
+      for (int i = 0; i < kFinishBlocks; ++i) {
+        x[2 * i] = half == 0 ? sum[i].x : sum[i].z;
+        x[2 * i + 1] = half == 0 ? sum[i].y : sum[i].w;
       }
+      const int64_t row = first_row + 8 * half;
+      const int column = 8 * first_block + 2 * (lane % 4);
       // A row that sees nothing has sums of 0, and its query may be NaN.
       if (params.scale_cotangent.data != nullptr && row < extent.query_length) {
-        const Bits* const q = query + row * problem.query.row + column;
-        if (x != 0.f) scale_cotangent[half] += float_of(T(), q[0]) * x;
-        if (pair && y != 0.f) scale_cotangent[half] += float_of(T(), q[1]) * y;
+        scale_cotangent[half] += product_with_sums<T>(query + row * problem.query.row, x, column,
+                                                      static_cast<int>(problem.head_dim));
       }
+      if (params.query_cotangent.data == nullptr) continue;
+      // Padding stays 0 whatever the scale.
+#pragma unroll
+      for (float& y : x) y = y == 0.f ? 0.f : y * scale;
+      const bool exists = row < problem.query_length;
+      store_sums<T>(cotangent + row * params.query_cotangent.row, x, column,
+                    exists ? static_cast<int>(problem.head_dim) : 0, params.vectors);
     }
   }
   if (params.scale_cotangent.data == nullptr) return;

@@ -1187,7 +1187,7 @@ struct BackwardConsumer {
           words[i] =
               sm80::pack(T(), x[0] == 0.f ? 0.f : x[0] * scale, x[1] == 0.f ? 0.f : x[1] * scale);
         }
-        const uint4 neighbours = transpose_quad(words);
+        const uint4 neighbours = sm80::transpose_quad(words);
         if (key < params.problem.key_length && 32 * j + 8 * quad_lane < columns) {
           ptx::store_global_4(to + 32 * j, neighbours);
         }

@@ -47,21 +47,4 @@ __device__ __forceinline__ void wait(const uint64_t& barrier, int parity) {
   ptx::mbarrier_sleep(shared_address(&barrier), parity);
 }
 
-// Transposes 4x4 words of a quad: from word b of lane q to word q of lane b.
-__device__ __forceinline__ uint4 transpose_quad(uint32_t (&w)[4]) {
-  const int lane = threadIdx.x & 3;
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = lane & bit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const uint32_t sent = upper ? w[i] : w[i | bit];
-      const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, bit);
-      (upper ? w[i] : w[i | bit]) = got;
-    }
-  }
-  return {w[0], w[1], w[2], w[3]};
-}
-
 }  // namespace jaxflash::cuda::sm90

@@ -929,7 +929,7 @@ struct Consumer {
           const float* const x = &output[16 * j + 4 * i + 2 * half];
           words[i] = sees ? sm80::pack(T(), x[0] * normalise[half], x[1] * normalise[half]) : 0;
         }
-        const uint4 neighbours = transpose_quad(words);
+        const uint4 neighbours = sm80::transpose_quad(words);
         if (at < params.problem.query_length && 32 * j + 8 * lane < params.problem.value_dim) {
           ptx::store_global_4(to + 32 * j, neighbours);
         }
