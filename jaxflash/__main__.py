@@ -64,12 +64,12 @@ def parse_size(text: str) -> int:
     return int(text)
 
 
-def local_capability() -> int:
-    """The compute capability of the GPU here; 90 where there is none."""
+def local_capability() -> int | None:
+    """The compute capability of the GPU here, if there is one."""
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError:
-        return 90
+        return None
     return parse_capability(device.compute_capability)
 
 
@@ -110,12 +110,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def choice(settings: argparse.Namespace) -> Iterator[str]:
-    """Lines that say which kernels a call of attention and its gradient run."""
+    """Lines that say for which GPU, and which kernels a call of attention and its gradient run."""
+    if settings.capability is not None:
+        capability, whose = settings.capability, ""
+    elif (local := local_capability()) is not None:
+        capability, whose = local, ", the GPU's here"
+    else:
+        capability, whose = 90, ": there is no GPU here"
     batch, rows, heads, dim = settings.batch, settings.length, settings.heads, settings.head_dim
     keys = rows if settings.key_length is None else settings.key_length
     kv_heads = heads if settings.kv_heads is None else settings.kv_heads
     value_dim = dim if settings.value_dim is None else settings.value_dim
-    capability = local_capability() if settings.capability is None else settings.capability
 
     def array(*shape: int, dtype: Any = settings.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -152,7 +157,9 @@ def choice(settings: argparse.Namespace) -> Iterator[str]:
     def loss(differentiable: dict[str, Any], others: dict[str, Any]) -> jax.Array:
         return flash_attention(**differentiable, **others, **static).sum()
 
-    return cuda_choice(jax.grad(loss), differentiable, others, capability=capability)
+    lines = list(cuda_choice(jax.grad(loss), differentiable, others, capability=capability))
+    yield f"for compute capability {capability // 10}.{capability % 10}{whose}"
+    yield from lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

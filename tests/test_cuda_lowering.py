@@ -283,7 +283,8 @@ def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monk
     monkeypatch.setattr(command, "local_capability", lambda: 90)
     monkeypatch.setattr(_choice, "has_code", lambda architectures, capability: True)
     command.main(options.split())
-    lines = capsys.readouterr().out.splitlines()
+    gpu, *lines = capsys.readouterr().out.splitlines()
+    assert gpu.startswith("for compute capability ")
     assert [line.partition(":")[0] for line in lines] == ["forward", "backward"]
     for line, family in zip(lines, said, strict=True):
         assert f": {family} kernel" in line
@@ -293,9 +294,25 @@ def test_command_line_says_which_kernels_a_call_runs(options, said, capsys, monk
 def test_command_line_says_that_nothing_is_computed(capsys):
     command.main(["--length", "333", "--batch", "0", "--capability", "9.0"])
     assert capsys.readouterr().out.splitlines() == [
+        "for compute capability 9.0",
         "forward: nothing to compute",
         "backward: nothing to compute",
     ]
+
+
+@pytest.mark.parametrize(
+    ("local", "options", "said"),
+    [
+        (90, "", "for compute capability 9.0, the GPU's here"),
+        (None, "", "for compute capability 9.0: there is no GPU here"),
+        (None, " --capability 12.0", "for compute capability 12.0"),
+    ],
+)
+def test_command_line_says_for_which_gpu(local, options, said, capsys, monkeypatch):
+    monkeypatch.setattr(command, "local_capability", lambda: local)
+    monkeypatch.setattr(_choice, "has_code", lambda architectures, capability: True)
+    command.main(f"--length 333{options}".split())
+    assert capsys.readouterr().out.splitlines()[0] == said
 
 
 @pytest.mark.parametrize(
@@ -317,7 +334,7 @@ def test_what_a_build_runs_on(architectures, runs_on, not_on):
 def test_command_line_says_why_there_is_no_kernel(capsys):
     options = "--length 333 --batch 2 --with bias --deterministic --capability 9.0"
     command.main(options.split())
-    forward, backward = capsys.readouterr().out.splitlines()
+    _, forward, backward = capsys.readouterr().out.splitlines()
     assert "kernel" in forward
     assert 'backward: implementation "xla": its native kernels add up' in backward
 
