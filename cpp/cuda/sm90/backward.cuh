@@ -1023,12 +1023,14 @@ struct BackwardConsumer {
            (kept.kept(0, i / 4, i % 4 + 1) ? 0 : bits << 16);
   }
   __device__ __forceinline__ void apply_slopes(int part, Logits& p) const {
-    if (!Policy::kEverything || params.problem.soft_cap == 0) return;
-    // A slope may be a rounding below 0.
+    if constexpr (Policy::kEverything) {
+      if (params.problem.soft_cap == 0) return;
+      // A slope may be a rounding below 0.
 #pragma unroll
-    for (int i = 0; i < kPartRows / 2; ++i) {
-      float& x = p[kPartRows / 2 * part + i];
-      x = fabsf(x * slope[i]);
+      for (int i = 0; i < kPartRows / 2; ++i) {
+        float& x = p[kPartRows / 2 * part + i];
+        x = fabsf(x * slope[i]);
+      }
     }
   }
   // Elements 4j .. 4j + 3, negative where dropout has dropped them.
