@@ -66,6 +66,33 @@ def test_features_of_wide_heads(native, feature, H):
     make_call(shape, bfloat16(), **FEATURES[feature]).check(native)
 
 
+MANY = 40  # batches, whose tiles of keys are more than any GPU has multiprocessors
+LENGTHS = {  # none at all among them
+    "query_seq_lengths": np.arange(MANY) * 77 % 301,
+    "key_value_seq_lengths": np.arange(MANY) * 59 % 301,
+}
+MANY_FEATURES = {
+    "plain": {},
+    "lengths": LENGTHS,
+    "lengths, deterministic": LENGTHS | {"deterministic_gradients": True},
+    "causal, deterministic": {"is_causal": True, "deterministic_gradients": True},
+    "documents": {
+        "query_segment_ids": np.arange(MANY * 300).reshape(MANY, 300) // 170,
+        "key_value_segment_ids": np.arange(MANY * 300).reshape(MANY, 300) // 170,
+    },
+    "mask": LENGTHS | {"mask": lambda rng: rng.random((MANY, 1, 1, 300)) < 0.5},
+    "dropout": {"dropout_rate": 0.2, "dropout_key": jax.random.key(3)},
+}
+
+
+@pytest.mark.parametrize("feature", MANY_FEATURES)
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_blocks_take_one_tile_after_the_other(native, feature, H):
+    make_call(
+        Shape(B=MANY, T=300, S=300, N=4, K=4, H=H), bfloat16(), **MANY_FEATURES[feature]
+    ).check(native)
+
+
 @pytest.mark.parametrize("feature", ["causal", "window", "window of lengths", "documents"])
 @pytest.mark.parametrize("H", [64, 128])
 def test_thirty_runs_are_bitwise_equal(native, feature, H):

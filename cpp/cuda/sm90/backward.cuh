@@ -1,9 +1,10 @@
 // Backward pass on Hopper: probabilities are computed again from the statistics of the forward pass
 // (arXiv 2205.14135, Algorithm 4), by warps with different roles (arXiv 2407.08608).
 //
-// A block owns a tile of keys of one key head and takes it past the rows of all query heads that
-// see any of it. One warp has tiles copied by the tensor memory accelerator, one reads the rows'
-// statistics and clears what must not count, and two consumer warpgroups multiply:
+// A block owns a tile of keys of one key head at a time (a unit) and takes it past the rows of all
+// query heads that see any of it. One warp deals out units and has tiles copied by the tensor
+// memory accelerator, one reads the rows' statistics and clears what must not count, and two
+// consumer warpgroups multiply:
 //
 //   s = key query^T      p = exp(s - lse)         value cotangent += p output_cotangent
 //   g = value output_cotangent^T                  d = p (g - delta)
@@ -42,8 +43,11 @@
 //     414; and a third stage of rows: 418 -> 413, 438 -> 415.
 //   - dim 64 with 64 rows, both products of the next item early: 430 -> 376.
 //   - query sums handed over together with the next d, one fence for both: they are read too late.
-//   - blocks that deal out and plan further tiles of keys ahead, keys in the L2 cache: 5 to 17 %
-//     more with dim 64 and up to 1024 keys, but 2 to 11 % less nearly everywhere else.
+//   - a block for each tile of keys: 30 000 clocks of which 11 000 are a beginning and an end (dim
+//     64, 512 keys). Blocks that take one after the other, whose keys come while the sums of the
+//     last are stored: 1.08 in the mean of dims and 512 to 4096 keys, up to 1.17.
+//   - sums of keys and values stored by way of shared memory, in fewer instructions: nothing, and
+//     0.94 with dim 256, whose loop then reads all statistics before the first exponential.
 //
 // Not tried:
 //
@@ -95,6 +99,7 @@ struct Items {
   int heads;  // of queries; 0 where no row sees any of the keys
 
   __device__ __forceinline__ Item first() const { return {0, begin}; }
+  __device__ __forceinline__ Item last() const { return {heads - 1, end - 1}; }
   __device__ __forceinline__ bool is_last(const Item& item) const {
     return item.head + 1 == heads && item.tile + 1 == end;
   }
@@ -107,8 +112,15 @@ struct Items {
   }
 };
 
-// What a block is to do.
+// Rows [first, first + count) that see a key.
+struct KeyRows {
+  int first;
+  uint32_t count;
+};
+
+// What a block is to do with a unit: a tile of keys.
 struct BackwardPlan {
+  int stop;  // whether there is none any more
   Extent extent;
   int first_key;
   int keys;  // of the tile, that exist
@@ -137,12 +149,7 @@ struct RowTerms {
 struct VisitedItem {
   Item item;
   int checks;
-  int last;  // whether there is none after it
-};
-
-// Rows [first, first + count) that see a key.
-struct KeyRows {
-  int first, count;
+  bool is_first, is_last;  // of its unit
 };
 
 template <class T, int D, class Policy>
@@ -192,7 +199,10 @@ struct Backward {
   static_assert(!Policy::kEverything || kRows == 64, "tiles of bias and mask have 64 rows");
 
   // Barriers; `warps` stands for all consumer warps.
+  //   plan_full        the loader arrives; all others wait
+  //   plan_empty       reader, adders and each warp arrive once done with a unit; the loader waits
   //   keys_landed      the loader arrives, copies are counted; warps and the reader wait
+  //   keys_empty       each warp arrives once its products of them are done; the loader waits
   //   rows_landed      the loader arrives, copies are counted; the reader waits
   //   rows_ready       the reader arrives: rows have landed, terms are there, rows (and keys) that
   //                    must not count are zeros; warps wait
@@ -216,13 +226,17 @@ struct Backward {
   static_assert(kStages + (kOwnsKeys ? 3 : 2) <= kVisits);
   struct NoRules {};
   struct Rules {
-    PlanRules<Everything> plan;  // of the first head
     // Of the heads of the items whose rows a stage has; the reader writes them ahead of rows_ready.
     sm80::ScaledView views[kStages];
     VisitedItem visits[kVisits];
     float keep_scale;  // of dropout
     uint64_t arrays_full[kArrayStages], arrays_empty[kArrayStages];
   };
+  struct Plan : BackwardPlan, PlanRules<Policy> {  // rules: of the first head
+    KeyRows key_rows[kKeys];
+  };
+  static constexpr int kPlans = kTile.plans;
+  static constexpr int kPlanReaders = kWarps + 1 + (kOwnsKeys ? BackwardTile::kWarpgroups : 0);
   struct Shared : std::conditional_t<Policy::kEverything, Arrays, NoArrays> {
     uint8_t key[kKeyBytes];
     uint8_t value[kKeyBytes];
@@ -233,41 +247,24 @@ struct Backward {
     float reference[kStages][kRows], rest[kStages][kRows];  // RowTerms
     float delta[kStages][kRows];                            // times 2^-kShift
     uint32_t has_references[kStages];                       // whether one of these is not 0
-    KeyRows key_rows[kKeys];
-    uint64_t keys_landed;
+    uint64_t plan_full[kPlans], plan_empty[kPlans];
+    uint64_t keys_landed, keys_empty;
     uint64_t rows_landed[kStages], rows_ready[kStages], rows_empty[kStages];
     uint64_t gradients_full[2], gradients_empty[2];
     uint64_t strips_full[2], strips_empty[2];
     uint64_t passed_full, passed_empty;
-    BackwardPlan plan;
+    Plan plans[kPlans];
     std::conditional_t<Policy::kEverything, Rules, NoRules> rules;
   };
   static_assert(sizeof(Shared) <= 227 * 1024);
 };
 
-// What a block works on.
-struct BlockWork {
-  uint32_t tile, batch;
-  int key_head, head;  // head: the first of the query
-};
-__device__ __forceinline__ BlockWork block_work(const BackwardParams& params) {
-  const sm80::Work work = sm80::work_of(params.schedule, blockIdx.x);
-  const auto key_heads = static_cast<uint32_t>(params.problem.key_heads);
-  const uint32_t batch = work.head / key_heads;
-  const int key_head = static_cast<int>(work.head - batch * key_heads);
-  return {work.tile, batch, key_head, key_head * static_cast<int>(params.group)};
-}
-
-// A thread fills in the block's plan.
-template <class T, int D, class Policy>
-__device__ __forceinline__ void make_plan(const BackwardParams& params, BackwardPlan& plan) {
-  using B = Backward<T, D, Policy>;
+// A thread fills in what of a unit's plan follows from ranges.
+template <class B, class Policy>
+__device__ __forceinline__ void plan_ranges(const BackwardParams& params, int64_t first_key,
+                                            const BatchIndex& index, BackwardPlan& plan) {
   constexpr int kRows = B::kRows;
-  const Problem& problem = params.problem;
-  const auto [tile, batch, key_head, head] = block_work(params);
-  const BatchIndex index = batch_index(problem, batch);
-  const Extent extent = extent_of(problem, index);
-  const int64_t first_key = int64_t{tile} * B::kKeys;
+  const Extent extent = extent_of(params.problem, index);
   const Range keys = {first_key, first_key + B::kKeys};
   const Range any = rows_of_any_key(extent, keys);
   const Range every = rows_of_every_key(extent, keys);
@@ -285,6 +282,15 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   plan.whole_end = static_cast<int>((every.end + (to_the_end ? kRows - 1 : 0)) / kRows);
   plan.items.heads = plan.items.begin < plan.items.end ? static_cast<int>(params.group) : 0;
   plan.query_length = static_cast<int>(extent.query_length);
+}
+
+// A thread fills in the rest: the scale, and where things lie.
+template <int D>
+__device__ __forceinline__ void plan_places(const BackwardParams& params, uint32_t batch,
+                                            const BatchIndex& index, int key_head,
+                                            BackwardPlan& plan) {
+  const Problem& problem = params.problem;
+  const int head = key_head * static_cast<int>(params.group);  // the first of the query
   plan.scale = batch_value<float>(problem.scale, index, 1.f);
   plan.query = place_of(params.query, index, head);
   plan.cotangent = place_of(params.cotangent, index, head);
@@ -299,31 +305,38 @@ __device__ __forceinline__ void make_plan(const BackwardParams& params, Backward
   plan.query_sums = (batch * problem.query_heads + head) * params.strips * (16 * D);
 }
 
-// Where a block finds its items, Everything only: those that no rule hides as a whole. All lanes of
-// a warp walk.
-template <class B>
+// The items of a plan, one after the other.
+template <class B, class Policy>
 struct ItemWalk {
+  static constexpr int checks = 0;
+  const Items& items;
+  Item item;
+
+  __device__ __forceinline__ ItemWalk(const BackwardParams&, const typename B::Plan& plan)
+      : items(plan.items), item(plan.items.first()) {}
+  __device__ __forceinline__ bool ends() const { return item.head >= items.heads; }
+  __device__ __forceinline__ void go_on() { item = items.after(item); }
+};
+
+// Likewise those that no rule hides as a whole. All lanes of a warp walk.
+template <class B>
+struct ItemWalk<B, Everything> {
   const BackwardParams& params;
-  const typename B::Shared& shared;
+  const typename B::Plan& plan;
   int heads;
   Item item;
   int checks = sm80::kHidden;  // of the item
   sm80::TileScan scan = {};    // of its head
 
   // At the first item.
-  __device__ __forceinline__ ItemWalk(const BackwardParams& params,
-                                      const typename B::Shared& shared)
-      : params(params),
-        shared(shared),
-        heads(shared.plan.items.heads),
-        item{0, shared.plan.items.begin - 1} {
+  __device__ __forceinline__ ItemWalk(const BackwardParams& params, const typename B::Plan& plan)
+      : params(params), plan(plan), heads(plan.items.heads), item{0, plan.items.begin - 1} {
     if (heads > 0) go_on();
   }
 
   __device__ __forceinline__ bool ends() const { return item.head >= heads; }
 
   __device__ __forceinline__ void go_on() {
-    const BackwardPlan& plan = shared.plan;
     while (true) {
       const sm80::Visit visit =
           scan.next(item.tile + 1, plan.items.end, [this](int tile) { return checks_of(tile); });
@@ -342,45 +355,68 @@ struct ItemWalk {
     int64_t batch, mask_map;
   };
   __device__ __forceinline__ int checks_of(int tile) const {
-    const sm80::ScaledView& first = shared.rules.plan.view;
+    const sm80::ScaledView& first = plan.view;
     const View view = {first.extent, first.batch,
                        first.mask_map + item.head * params.maps.mask.head};
     return sm80::tile_checks<Everything, B::kRows, B::kKeys>(
-        params.problem, params.maps, view, tile,
-        static_cast<uint32_t>(shared.plan.first_key) / B::kKeys);
+        params.problem, params.maps, view, tile, static_cast<uint32_t>(plan.first_key) / B::kKeys);
   }
 };
 
-// Fills in what all rules need of the block; Everything only. All lanes of a warp call it.
-template <class T, int D>
-__device__ __forceinline__ void plan_items(const BackwardParams& params,
-                                           typename Backward<T, D, Everything>::Shared& shared) {
-  using B = Backward<T, D, Everything>;
-  const Problem& problem = params.problem;
-  const BlockWork work = block_work(params);
-  plan_rules<T>(params, shared.plan.extent, batch_index(problem, work.batch), work.batch, work.head,
-                shared.rules.plan);
-  const bool first_lane = (threadIdx.x & 31) == 0;
-  if (first_lane) {
-    shared.rules.keep_scale = static_cast<float>(dropout_keep_scale(problem.dropout_threshold));
-  }
-  __syncwarp();  // all lanes wait for the parts that tiles' checks need
-  const ItemWalk<B> walk(params, shared);
-  __syncwarp();  // lane 0 waits for all lanes to have read the plan
-  if (first_lane && walk.ends()) shared.plan.items.heads = 0;
-  if (first_lane) shared.rules.visits[B::kVisits - 1].item.head = -1;  // before the first
-}
-
-// The warp that has tiles copied; one lane of it, or all where they look for items.
+// The warp that deals out units, plans them, and has tiles copied.
 template <class T, int D, class Policy>
 struct BackwardLoader {
   using B = Backward<T, D, Policy>;
+  using Plan = typename B::Plan;
 
   const BackwardParams& params;
   typename B::Shared& shared;
+  Ring<B::kPlans> plans;
+  Ring<B::kStages> rows;
+  Ring<B::kArrayStages> arrays;
+  uint32_t key_parity = 0;
+
+  __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+  __device__ __forceinline__ const Plan& plan() const { return shared.plans[plans.stage()]; }
+
+  // Units come in the order in which blocks ask for them: the first too, since where the order of
+  // additions counts, none may wait for a unit of a block that has not started.
+  __device__ __forceinline__ uint32_t next_unit() const {
+    uint32_t next = 0;
+    if (lane() == 0) next = atomicAdd(params.next_unit, 1);
+    return __shfl_sync(0xffffffffu, next, 0);
+  }
+
+  // Fills in the plan of a unit, each lane its part.
+  __device__ __forceinline__ void make_plan(uint32_t unit, Plan& plan) const {
+    const Problem& problem = params.problem;
+    const auto key_heads = static_cast<uint32_t>(problem.key_heads);
+    const sm80::Work work = sm80::work_of(params.schedule, unit);
+    const uint32_t batch = work.head / key_heads;
+    const int key_head = static_cast<int>(work.head - batch * key_heads);
+    const BatchIndex index = batch_index(problem, batch);
+    if (lane() == 0) plan_ranges<B, Policy>(params, int64_t{work.tile} * B::kKeys, index, plan);
+    if (lane() == 1) plan_places<D>(params, batch, index, key_head, plan);
+    __syncwarp();  // all lanes wait for the extent
+    const Neighbours rows = rows_near_keys(plan.extent);
+    for (int key = lane(); key < B::kKeys; key += 32) {
+      const int first = rows.first_of(plan.first_key + key);
+      const int end = key < plan.keys ? rows.end_of(plan.first_key + key) : first;
+      plan.key_rows[key] = {first, static_cast<uint32_t>(max(end - first, 0))};
+    }
+    if constexpr (Policy::kEverything) {
+      plan_rules<T>(params, plan.extent, index, batch, key_head * static_cast<int>(params.group),
+                    plan);
+      __syncwarp();  // all lanes wait for the parts that tiles' checks need
+      const ItemWalk<B, Policy> walk(params, plan);
+      __syncwarp();  // lane 0 waits for all lanes to have read the plan
+      if (lane() == 0 && walk.ends()) plan.items.heads = 0;
+    }
+    __syncwarp();  // all lanes wait for all parts
+  }
 
   template <int kPanelBytes>
-  __device__ __forceinline__ void copy(const TileMap& map, const Place& place, int head, int row,
+  __device__ __forceinline__ void copy(const TileMap& map, Place place, int head, int row,
                                        const void* to, uint32_t barrier) const {
 #pragma unroll 1
     for (int panel = 0; panel < B::kPanels; ++panel) {
@@ -389,73 +425,95 @@ struct BackwardLoader {
     }
   }
 
-  __device__ __forceinline__ void copy_keys() const {
-    const BackwardPlan& plan = shared.plan;
+  __device__ __forceinline__ void copy_keys() {
+    wait(shared.keys_empty, key_parity ^ 1);
+    key_parity ^= 1;
+    if (lane() != 0) return;
     const uint32_t keys = shared_address(&shared.keys_landed);
     ptx::mbarrier_arrive_expecting(keys, 2 * B::kKeyBytes);
-    copy<B::kKeyPanelBytes>(params.key, plan.key, 0, plan.first_key, shared.key, keys);
-    copy<B::kKeyPanelBytes>(params.value, plan.value, 0, plan.first_key, shared.value, keys);
+    copy<B::kKeyPanelBytes>(params.key, plan().key, 0, plan().first_key, shared.key, keys);
+    copy<B::kKeyPanelBytes>(params.value, plan().value, 0, plan().first_key, shared.value, keys);
   }
 
-  __device__ __forceinline__ void copy_rows(const Item& item, uint32_t stage) const {
-    const BackwardPlan& plan = shared.plan;
+  __device__ __forceinline__ void copy_rows(const Item& item) {
+    const uint32_t stage = rows.stage();
+    wait(shared.rows_empty[stage], rows.parity() ^ 1);
+    rows.advance();
+    if (lane() != 0) return;
     const uint32_t landed = shared_address(&shared.rows_landed[stage]);
     ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
-    copy<B::kRowPanelBytes>(params.query, plan.query, item.head, item.tile * B::kRows,
+    copy<B::kRowPanelBytes>(params.query, plan().query, item.head, item.tile * B::kRows,
                             shared.query[stage], landed);
-    copy<B::kRowPanelBytes>(params.cotangent, plan.cotangent, item.head, item.tile * B::kRows,
+    copy<B::kRowPanelBytes>(params.cotangent, plan().cotangent, item.head, item.tile * B::kRows,
                             shared.cotangent[stage], landed);
   }
 
   // Bias and mask of an item, as far as they are copied in tiles; of the mask only where it is
   // looked at.
-  __device__ __forceinline__ void copy_arrays(const Item& item, int checks, uint32_t stage) const {
+  __device__ __forceinline__ void copy_arrays(const Item& item, int checks) {
     const sm80::ArrayStaging& staging = params.staging;
+    if (staging.bias_bytes + staging.mask_bytes == 0) return;
+    const uint32_t stage = arrays.stage();
+    wait(shared.rules.arrays_empty[stage], arrays.parity() ^ 1);
+    arrays.advance();
+    if (lane() != 0) return;
     const int mask_bytes = checks & sm80::kCheckMask ? staging.mask_bytes : 0;
     const uint32_t full = shared_address(&shared.rules.arrays_full[stage]);
-    const uint32_t arrays = shared_address(shared.arrays[stage]);
+    const uint32_t tiles = shared_address(shared.arrays[stage]);
     ptx::mbarrier_arrive_expecting(full, staging.bias_bytes + mask_bytes);
     const auto copy = [&](const TileMap& map, Place place, const Tensor& array, int bytes,
                           uint32_t to) {
       if (array.head != 0) place.head += item.head;
-      copy_array<B::kKeys>(map, place, bytes, item.tile * B::kRows, shared.plan.first_key, to,
-                           full);
+      copy_array<B::kKeys>(map, place, bytes, item.tile * B::kRows, plan().first_key, to, full);
     };
-    const PlanRules<Everything>& rules = shared.rules.plan;
-    copy(params.bias, rules.bias, params.problem.bias, staging.bias_bytes, arrays);
-    copy(params.mask, rules.mask, params.problem.mask, mask_bytes, arrays + staging.bias_bytes);
+    const PlanRules<Everything>& rules = plan();
+    copy(params.bias, rules.bias, params.problem.bias, staging.bias_bytes, tiles);
+    copy(params.mask, rules.mask, params.problem.mask, mask_bytes, tiles + staging.bias_bytes);
   }
 
-  __device__ __forceinline__ void run() const {
-    const BackwardPlan& plan = shared.plan;
-    copy_keys();
-    Ring<B::kStages> rows;
+  // Keys come after the first rows, for which there is room sooner.
+  __device__ __forceinline__ void load_unit() {
+    bool has_keys = false;
 #pragma unroll 1
-    for (Item item = plan.items.first(); item.head < plan.items.heads;
-         item = plan.items.after(item)) {
-      wait(shared.rows_empty[rows.stage()], rows.parity() ^ 1);
-      copy_rows(item, rows.stage());
-      rows.advance();
+    for (ItemWalk<B, Policy> walk(params, plan()); !walk.ends(); walk.go_on()) {
+      copy_rows(walk.item);
+      if (!has_keys) copy_keys();
+      has_keys = true;
+      if constexpr (Policy::kEverything) copy_arrays(walk.item, walk.checks);
     }
+    if (!has_keys) copy_keys();
   }
-  // Likewise, by all lanes; keys are on their way already.
-  __device__ __forceinline__ void run_everything() const {
-    const bool copies = (threadIdx.x & 31) == 0;
-    const bool has_arrays = params.staging.bias_bytes + params.staging.mask_bytes != 0;
-    Ring<B::kStages> rows;
-    Ring<B::kArrayStages> arrays;
+
+  // The next unit is asked for when the rows of the last one are on their way, no sooner, so that
+  // no block has one waiting while others have nothing to do.
+  __device__ __forceinline__ void run() {
+    const uint32_t units = params.schedule.tiles * params.schedule.heads;
 #pragma unroll 1
-    for (ItemWalk<B> walk(params, shared); !walk.ends(); walk.go_on()) {
-      wait(shared.rows_empty[rows.stage()], rows.parity() ^ 1);
-      if (copies) copy_rows(walk.item, rows.stage());
-      rows.advance();
-      if (!has_arrays) continue;
-      wait(shared.rules.arrays_empty[arrays.stage()], arrays.parity() ^ 1);
-      if (copies) copy_arrays(walk.item, walk.checks, arrays.stage());
-      arrays.advance();
+    for (uint32_t unit = next_unit();; unit = next_unit(), plans.advance()) {
+      wait(shared.plan_empty[plans.stage()], plans.parity() ^ 1);
+      Plan& plan = shared.plans[plans.stage()];
+      const bool stop = unit >= units;
+      if (lane() == 0) plan.stop = stop;
+      if (!stop) make_plan(unit, plan);
+      if (lane() == 0) arrive(shared.plan_full[plans.stage()]);
+      if (stop) return;
+      load_unit();
     }
   }
 };
+
+// Calls `work` with each unit's plan at `plans`, in all lanes of a warp that the loader waits for.
+template <class Shared, class Plans, class Work>
+__device__ __forceinline__ void for_each_unit(Shared& shared, Plans& plans, const Work& work) {
+#pragma unroll 1
+  for (;; plans.advance()) {
+    wait(shared.plan_full[plans.stage()], plans.parity());
+    if (shared.plans[plans.stage()].stop) return;
+    work();
+    __syncwarp();  // lane 0 waits for all lanes to have read the plan
+    if ((threadIdx.x & 31) == 0) arrive(shared.plan_empty[plans.stage()]);
+  }
+}
 
 // The warp that reads the rows' statistics, and clears rows and keys that must not count: products
 // with probabilities of 0 need not be 0.
@@ -466,8 +524,13 @@ struct BackwardReader {
 
   const BackwardParams& params;
   typename B::Shared& shared;
+  Ring<B::kPlans> plans;
+  Ring<B::kStages> rows;
+  uint32_t key_parity = 0;
+  uint32_t count = 0;  // of items
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+  __device__ __forceinline__ const auto& plan() const { return shared.plans[plans.stage()]; }
 
   // Zeros in row `row` of both tiles, by all lanes.
   template <int kPanelBytes>
@@ -482,12 +545,12 @@ struct BackwardReader {
 
   // Keys past the length. Past the array's end they are zeros already.
   __device__ __forceinline__ void clear_keys() const {
-    const int64_t in_array = params.problem.key_length - shared.plan.first_key;
+    const int64_t in_array = params.problem.key_length - plan().first_key;
     const int keys = static_cast<int>(min_of(in_array, B::kKeys));
-    if (shared.plan.keys >= keys) return;
-    wait(shared.keys_landed, 0);
+    if (plan().keys >= keys) return;
+    wait(shared.keys_landed, key_parity);
 #pragma unroll 1
-    for (int key = shared.plan.keys; key < keys; ++key) {
+    for (int key = plan().keys; key < keys; ++key) {
       clear_row<B::kKeyPanelBytes>(shared.key, shared.value, key);
     }
     ptx::fence_proxy_async();
@@ -498,16 +561,15 @@ struct BackwardReader {
   };
   // Of a row that does not exist as of one that sees nothing.
   __device__ __forceinline__ Statistic statistic_of(int head, int row) const {
-    const BackwardPlan& plan = shared.plan;
-    if (row >= plan.query_length) return {sm80::minus_infinity(), 0.f, 0.f};
-    const int64_t at = plan.rows + head * params.problem.query_length + row;
+    if (row >= plan().query_length) return {sm80::minus_infinity(), 0.f, 0.f};
+    const int64_t at = plan().rows + head * params.problem.query_length + row;
     return {params.rows.logit_max[at], params.rows.log_sum[at], params.rows.delta[at]};
   }
 
   // What logits are held in units of.
   __device__ __forceinline__ float logit_unit() const {
-    if constexpr (Policy::kEverything) return shared.rules.plan.view.scaling.unit.nats;
-    return shared.plan.scale;
+    if constexpr (Policy::kEverything) return plan().view.scaling.unit.nats;
+    return plan().scale;
   }
 
   // Huge logits are taken relative to their maximum before they are rounded to exponents. What that
@@ -526,8 +588,7 @@ struct BackwardReader {
 
   // The rows of an item, which `begin(stage)` is told of once its stage is free.
   template <class Begin>
-  __device__ __forceinline__ void read(const Item& item, Ring<B::kStages>& rows,
-                                       const Begin& begin) const {
+  __device__ __forceinline__ void read(const Item& item, const Begin& begin) {
     const uint32_t stage = rows.stage();
     const int first_row = item.tile * B::kRows;
     Statistic x[kLaneRows];  // read before the stage is free
@@ -569,21 +630,13 @@ struct BackwardReader {
     rows.advance();
   }
 
-  __device__ __forceinline__ void run() const {
-    const BackwardPlan& plan = shared.plan;
-    clear_keys();
-    Ring<B::kStages> rows;
-#pragma unroll 1
-    for (Item item = plan.items.first(); item.head < plan.items.heads;
-         item = plan.items.after(item)) {
-      read(item, rows, [](uint32_t) {});
-    }
-  }
-
-  // Writes the view of a query head, counted from the block's first.
+  // Writes the view of a query head, counted from the plan's first, where it is not there yet.
   __device__ __forceinline__ void look_at(int head, sm80::ScaledView& view) const {
     const Problem& problem = params.problem;
-    const sm80::ScaledView& first = shared.rules.plan.view;
+    const sm80::ScaledView& first = plan().view;
+    const bool known =
+        count >= B::kStages && view.head == first.head + head && view.batch == first.batch;
+    if (uniform(known)) return;  // as lane 0 says, which will change it
     if (lane() == 0) {
       view = first;
       view.head += head;
@@ -594,32 +647,40 @@ struct BackwardReader {
       view.stream[lane()] = stream_word(problem.dropout_stream, view.index, view.head, lane());
     }
   }
-  // Likewise where tiles are looked for.
-  __device__ __forceinline__ void run_everything() const {
-    auto& rules = shared.rules;
+  // Tells consumers of an item, whose rows will be in a stage.
+  __device__ __forceinline__ void announce(const VisitedItem& visited, uint32_t stage) const {
+    sm80::ScaledView& view = shared.rules.views[stage];
+    look_at(visited.item.head, view);
+    if (lane() == 0) shared.rules.visits[count % B::kVisits] = visited;
+    __syncwarp();  // all lanes wait for the view
+    sm80::prefetch_rules<B::kRows, B::kKeys, 32>(params.problem, view, params.staging,
+                                                 visited.checks, visited.item.tile * B::kRows,
+                                                 plan().first_key);
+  }
+
+  __device__ __forceinline__ void read_unit() {
+    if (plan().items.heads == 0) return;
     clear_keys();
-    Ring<B::kStages> rows;
-    uint32_t count = 0;
-    ItemWalk<B> next(params, shared);
+    bool first = true;
+    ItemWalk<B, Policy> walk(params, plan());
 #pragma unroll 1
-    for (; !next.ends(); ++count) {
-      const Item item = next.item;
-      const int checks = next.checks;
-      next.go_on();
-      const bool last = next.ends();
-      read(item, rows, [&](uint32_t stage) {
-        sm80::ScaledView& view = rules.views[stage];
-        const int64_t head = rules.plan.view.head + item.head;
-        const bool known = uniform(view.head == head);  // lane 0, which will change it
-        if (count < B::kStages || !known) look_at(item.head, view);
-        if (lane() == 0) {
-          rules.visits[count % B::kVisits] = {item, checks | rules.plan.checks, last};
+    for (; !walk.ends(); ++count, first = false) {
+      const Item item = walk.item;
+      const int checks = walk.checks;
+      walk.go_on();
+      const bool last = walk.ends();
+      read(item, [&](uint32_t stage) {
+        if constexpr (Policy::kEverything) {
+          announce({item, checks | plan().checks, first, last}, stage);
         }
-        __syncwarp();  // all lanes wait for the view
-        sm80::prefetch_rules<B::kRows, B::kKeys, 32>(params.problem, view, params.staging, checks,
-                                                     item.tile * B::kRows, shared.plan.first_key);
       });
     }
+  }
+  __device__ __forceinline__ void run() {
+    for_each_unit(shared, plans, [this] {
+      read_unit();
+      key_parity ^= 1;
+    });
   }
 };
 
@@ -631,20 +692,24 @@ struct BackwardAdder {
   const BackwardParams& params;
   typename B::Shared& shared;
   int warpgroup;
+  Ring<B::kPlans> plans;
+  uint32_t turns = 0, items = 0;  // so far
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
+  __device__ __forceinline__ const auto& plan() const { return shared.plans[plans.stage()]; }
 
-  // Waits for the strips of turn `count`, calls `add`, which waits until they have been read, and
-  // lets the warpgroup write the next.
+  // Waits for the next strips, calls `add`, which waits until they have been read, and lets the
+  // warpgroup write others.
   template <class Add>
-  __device__ __forceinline__ void turn(uint32_t count, const Add& add) const {
-    wait(shared.strips_full[warpgroup], count & 1);
+  __device__ __forceinline__ void turn(const Add& add) {
+    wait(shared.strips_full[warpgroup], turns & 1);
     // Not by those who wrote, whom it would keep waiting: a fence may lie anywhere between writes
     // and reads that barriers put in order.
     ptx::fence_proxy_async();
     add();
     __syncwarp();  // lane 0 waits for lanes with a strip
     if (lane() == 0) arrive(shared.strips_empty[warpgroup]);
+    ++turns;
   }
 
   // Each of the first lanes one warp's strip: 16 rows and 8 blocks of 8 columns, contiguous in
@@ -652,7 +717,7 @@ struct BackwardAdder {
   __device__ __forceinline__ void add(const Item& item) const {
     const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, 0) * 4 + lane();
     if (lane() >= 4 || strip >= params.strips || params.query_sums == nullptr) return;
-    float* const to = params.query_sums + shared.plan.query_sums +
+    float* const to = params.query_sums + plan().query_sums +
                       (item.head * params.strips + strip) * (16 * D) +
                       B::piece_columns(warpgroup, 0) * (16 * B::kPieceColumns);
     ptx::bulk_add(to, shared_address(shared.moved) + (4 * warpgroup + lane()) * B::kStripBytes,
@@ -666,18 +731,18 @@ struct BackwardAdder {
   // them takes less time than handing it on.
   static constexpr int kTurnTiles = BackwardParams::kTurnRows / B::kRows;  // of rows, a turn
   __device__ __forceinline__ uint32_t* turns_of(const Item& item) const {
-    const int64_t head = shared.plan.rows / params.problem.query_length + item.head;
+    const int64_t head = plan().rows / params.problem.query_length + item.head;
     return params.turns +
            (head * params.turns_a_head + item.tile / kTurnTiles) * BackwardTile::kWarpgroups +
            warpgroup;
   }
   __device__ __forceinline__ void begin_turn(const Item& item) const {
-    if (item.tile % kTurnTiles != 0 && item.tile != shared.plan.items.begin) return;
+    if (item.tile % kTurnTiles != 0 && item.tile != plan().items.begin) return;
     const int64_t first_row = int64_t{item.tile / kTurnTiles} * BackwardParams::kTurnRows;
     const Range rows = {first_row,
                         min_of(first_row + BackwardParams::kTurnRows, params.problem.query_length)};
-    const Range seen = keys_of_any_row(shared.plan.extent, rows);
-    const auto turn = static_cast<uint32_t>((seen.end - 1 - shared.plan.first_key) / B::kKeys);
+    const Range seen = keys_of_any_row(plan().extent, rows);
+    const auto turn = static_cast<uint32_t>((seen.end - 1 - plan().first_key) / B::kKeys);
     if (lane() == 0) {
       while (ptx::load_acquire(turns_of(item)) != turn) {
       }
@@ -685,33 +750,34 @@ struct BackwardAdder {
     __syncwarp();  // all lanes wait until lane 0 has seen the turn come
   }
   __device__ __forceinline__ void end_turn(const Item& item) const {
-    if ((item.tile + 1) % kTurnTiles != 0 && item.tile + 1 != shared.plan.items.end) return;
+    if ((item.tile + 1) % kTurnTiles != 0 && item.tile + 1 != plan().items.end) return;
     ptx::bulk_wait();  // not only read: added
     __syncwarp();      // lane 0 waits for lanes with a strip
     if (lane() == 0) ptx::add_release(turns_of(item), 1);
   }
 
-  __device__ __forceinline__ void run() const {
-    if (shared.plan.items.heads == 0) return;
-    turn(0, [] {});  // of the item before the first
-    uint32_t count = 1;
+  // Strips come with the item after their own; with the first come none, and after the last only
+  // where the order counts, see BackwardConsumer::finish_pieces.
+  __device__ __forceinline__ void add_unit() {
+    const Items& all = plan().items;
+    if (all.heads == 0 && params.turns == nullptr) return;
+    turn([] {});
     if constexpr (Policy::kEverything) {
-      for (bool last = false; !last; ++count) {
-        turn(count, [&] {
-          const VisitedItem& visited = shared.rules.visits[(count - 1) % B::kVisits];
-          last = visited.last != 0;
-          add(visited.item);
-        });
-      }
+      const auto visited = [this] { return shared.rules.visits[items % B::kVisits]; };
+      for (; !visited().is_last; ++items) turn([&] { add(visited().item); });
+      ++items;
     } else {
-      const Items& items = shared.plan.items;
 #pragma unroll 1
-      for (Item item = items.first(); item.head < items.heads; item = items.after(item), ++count) {
+      for (Item item = all.first(); item.head < all.heads; item = all.after(item)) {
+        if (params.turns == nullptr && all.is_last(item)) return;
         if (params.turns != nullptr) begin_turn(item);  // while the strips are made
-        turn(count, [&] { add(item); });
+        turn([&] { add(item); });
         if (params.turns != nullptr) end_turn(item);
       }
     }
+  }
+  __device__ __forceinline__ void run() {
+    for_each_unit(shared, plans, [this] { add_unit(); });
   }
 };
 
@@ -737,20 +803,30 @@ struct BackwardConsumer {
   const BackwardParams& params;
   typename B::Shared& shared;
   int warpgroup;
-  uint32_t count = 0;  // items done; stages and parities follow from it
+  uint32_t count, units;  // items and units done; stages and parities follow from them
 
   // Of the plan, in uniform registers: reading shared memory takes the longer, the more it is in
   // use, and here products would wait for it.
-  const Items items = {uniform(shared.plan.items.begin), uniform(shared.plan.items.end),
-                       uniform(shared.plan.items.heads)};
+  Items items;
+  float exponent;  // from what logits are held in to exponents of 2
 
-  // From what logits are held in to exponents of 2.
-  const float unit = unit_of_plan();
-  __device__ __forceinline__ float unit_of_plan() const {
+  __device__ __forceinline__ const auto& plan() const { return shared.plans[units % B::kPlans]; }
+
+  // Waits for the next unit's plan and keys; whether there is one.
+  __device__ __forceinline__ bool begin_unit() {
+    wait(shared.plan_full[units % B::kPlans], units / B::kPlans & 1);
+    if (uniform(plan().stop) != 0) return false;
+    items = {uniform(plan().items.begin), uniform(plan().items.end), uniform(plan().items.heads)};
     if constexpr (Policy::kEverything) {
-      return shared.rules.plan.view.scaling.unit.nats * sm80::kLog2E;
+      exponent = plan().view.scaling.unit.nats * sm80::kLog2E;
+    } else {
+      exponent = plan().scale * sm80::kLog2E;
     }
-    return shared.plan.scale * sm80::kLog2E;
+    wait(shared.keys_landed, units & 1);
+    return true;
+  }
+  __device__ __forceinline__ void end_unit() {
+    release_all_lanes(shared.plan_empty[units % B::kPlans]);
   }
 
   // What make_probabilities found: slopes of the soft cap in a part, and what dropout keeps in all.
@@ -770,8 +846,9 @@ struct BackwardConsumer {
   __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
   __device__ __forceinline__ uint32_t next_stage() const { return (count + 1) % B::kStages; }
   // Of gradients of the item before (at first, of zeros), and of the current one.
-  __device__ __forceinline__ Ring<2> last_gradients() const { return {count % 4}; }
-  __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + 1) % 4}; }
+  // Of each unit there are those of one item more.
+  __device__ __forceinline__ Ring<2> last_gradients() const { return {(count + units) % 4}; }
+  __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + units + 1) % 4}; }
 
   __device__ __forceinline__ const uint8_t* query() const { return shared.query[stage()]; }
   __device__ __forceinline__ const uint8_t* next_query() const {
@@ -809,13 +886,17 @@ struct BackwardConsumer {
     return shared.rules.visits[(count + ahead) % B::kVisits];
   }
   __device__ __forceinline__ bool is_last(const Item& item) const {
-    if constexpr (Policy::kEverything) return visited(0).last;
+    if constexpr (Policy::kEverything) return visited(0).is_last;
     return items.is_last(item);
   }
   // Head -1: there is none.
   __device__ __forceinline__ Item item_before(const Item& item) const {
-    if constexpr (Policy::kEverything) return visited(-1).item;
+    if constexpr (Policy::kEverything) return visited(0).is_first ? Item{-1, 0} : visited(-1).item;
     return items.before(item);
+  }
+  __device__ __forceinline__ Item last_item() const {
+    if constexpr (Policy::kEverything) return visited(-1).item;
+    return items.last();
   }
 
   // Starts d = keys rows^T, for this warpgroup's keys of a tile. Both operands have their k-steps
@@ -870,12 +951,11 @@ struct BackwardConsumer {
     ptx::wgmma_commit();
   }
 
-  // Adds a piece to the sums of the item before `next`, where there is no adder.
-  __device__ __forceinline__ void add_piece(int i, const Item& next, const Piece& q) const {
-    const Item item = item_before(next);
+  // Adds a piece to the sums of an item, where no adder does.
+  __device__ __forceinline__ void add_piece(int i, const Item& item, const Piece& q) const {
     const int strip = item.tile * (B::kRows / 16) + B::piece_rows(warpgroup, i) * 4 + warp();
     if (params.query_sums == nullptr || item.head < 0 || strip >= params.strips) return;
-    float* const to = params.query_sums + shared.plan.query_sums +
+    float* const to = params.query_sums + plan().query_sums +
                       (item.head * params.strips + strip) * (16 * D) +
                       B::piece_columns(warpgroup, i) * (16 * B::kPieceColumns);
 #pragma unroll
@@ -889,9 +969,11 @@ struct BackwardConsumer {
   __device__ __forceinline__ uint32_t strip_place() const {
     return shared_address(shared.moved) + (4 * warpgroup + warp()) * B::kStripBytes;
   }
-  // Waits until the adder has read the warpgroup's last strips.
+  // Waits until the adder has read the warpgroup's last strips. There are those of one item more of
+  // each unit where the last item's are handed over too.
   __device__ __forceinline__ void wait_for_strips() const {
-    wait(shared.strips_empty[warpgroup], (count & 1) ^ 1);
+    const uint32_t strips = count + (params.turns != nullptr ? units : 0);
+    wait(shared.strips_empty[warpgroup], (strips & 1) ^ 1);
   }
   // Hands a piece over, in the order of accumulators.
   __device__ __forceinline__ void store_strip(const Piece& q) const {
@@ -952,12 +1034,13 @@ struct BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < kPartRows / 2; ++i) {
       const float rest = i % 2 == 0 ? terms.rests[i / 4].x : terms.rests[i / 4].y;
-      part_s[i] = ptx::ex2(fmaf(part_s[i], unit, rest));
+      part_s[i] = ptx::ex2(fmaf(part_s[i], exponent, rest));
     }
     if (kReadsAhead && part + 1 < kParts) read_rests(stage(), part + 1, terms);
     // Two branches: with one, ptxas (13.0) finds no registers to leave products under way.
-    const BackwardPlan& plan = shared.plan;
-    if (item.tile < plan.whole_begin || item.tile >= plan.whole_end) hide_outside(item, part, s);
+    if (item.tile < plan().whole_begin || item.tile >= plan().whole_end) {
+      hide_outside(item, part, s);
+    }
   }
 
   // As rules.cuh has accumulators whose rows are keys: one strip of them.
@@ -965,7 +1048,7 @@ struct BackwardConsumer {
   using Strip = float[1][kRows / 8][4];
   template <int kRows>
   __device__ __forceinline__ sm80::KeysDownPlace logits_place(int part) const {
-    return {{visited(0).item.tile * B::kRows, shared.plan.first_key, kRows * part,
+    return {{visited(0).item.tile * B::kRows, plan().first_key, kRows * part,
              first_key() + 16 * warp(), sm80::lane_now()}};
   }
   __device__ __forceinline__ bool drops() const {
@@ -1047,12 +1130,12 @@ struct BackwardConsumer {
   __device__ __forceinline__ void hide_outside(const Item& item, int part, Logits& s) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const KeyRows seen = shared.key_rows[thread_key() + 8 * half];
+      const KeyRows seen = plan().key_rows[thread_key() + 8 * half];
       const int row = item.tile * B::kRows + 2 * (lane() & 3) - seen.first;
 #pragma unroll
       for (int i = kPartRows / 4 * part; i < kPartRows / 4 * (part + 1); ++i) {
         const uint32_t at = row + 8 * (i / 2) + i % 2;
-        if (at >= static_cast<uint32_t>(seen.count)) s[4 * (i / 2) + 2 * half + i % 2] = 0.f;
+        if (at >= seen.count) s[4 * (i / 2) + 2 * half + i % 2] = 0.f;
       }
     }
   }
@@ -1143,23 +1226,26 @@ struct BackwardConsumer {
     store_gradients(zeros, last_gradients());
   }
 
-  // The query sums of the last item, before `end`.
-  __device__ __forceinline__ void finish_pieces(const Item& end) {
+  // The query sums of the last item, after which keys are not needed any more. Threads add them
+  // themselves, unless the order counts: the next unit's would wait for bulk copies.
+  __device__ __forceinline__ void finish_pieces() {
+    Piece q[B::kPieces];
     count = uniform(count);
     wait_for_gradients();
+    ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < B::kPieces; ++i) {
-      Piece q;
-      ptx::wgmma_fence();
-      start_piece(i, q);
-      ptx::wgmma_wait<0>();
-      ptx::pin_registers(q);
-      if constexpr (B::kOwnsKeys) {
-        wait_for_strips();
-        store_strip(q);
-      } else {
-        add_piece(i, end, q);
-      }
+    for (int i = 0; i < B::kPieces; ++i) start_piece(i, q[i]);
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < B::kPieces; ++i) ptx::pin_registers(q[i]);
+    release_gradients();
+    release(shared.keys_empty);
+    if (B::kOwnsKeys && params.turns != nullptr) {
+      wait_for_strips();
+      store_strip(q[0]);
+    } else if (items.heads > 0) {
+#pragma unroll
+      for (int i = 0; i < B::kPieces; ++i) add_piece(i, last_item(), q[i]);
     }
   }
 
@@ -1175,7 +1261,7 @@ struct BackwardConsumer {
     const int quad_lane = threadIdx.x & 3;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t key = shared.plan.first_key + thread_key() + 8 * half;
+      const int64_t key = plan().first_key + thread_key() + 8 * half;
       auto* const to = static_cast<typename T::Bits*>(cotangent.data) + offset +
                        key * cotangent.row + 8 * quad_lane;
       // From words of columns 8j + 2 * lane, + 1 to eight neighbours 32j + 8 * lane ..
@@ -1185,9 +1271,7 @@ struct BackwardConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* const x = &sum[16 * j + 4 * i + 2 * half];
-          // Padding stays 0 whatever the scale.
-          words[i] =
-              sm80::pack(T(), x[0] == 0.f ? 0.f : x[0] * scale, x[1] == 0.f ? 0.f : x[1] * scale);
+          words[i] = sm80::pack(T(), x[0] * scale, x[1] * scale);
         }
         const uint4 neighbours = sm80::transpose_quad(words);
         if (key < params.problem.key_length && 32 * j + 8 * quad_lane < columns) {
@@ -1196,18 +1280,22 @@ struct BackwardConsumer {
       }
     }
   }
-  __device__ __forceinline__ void store_key(const Sum& sum) const {
-    store(sum, shared.plan.scale, params.key_cotangent, shared.plan.key_cotangent,
-          params.problem.head_dim);
+  __device__ __forceinline__ void store_key(Sum& sum) const {
+    float scale = plan().scale;
+    if (!(fabsf(scale) <= FLT_MAX)) {  // what nothing was added to stays 0 even so
+#pragma unroll
+      for (float& x : sum) x = x == 0.f ? 0.f : x * scale;
+      scale = 1.f;
+    }
+    store(sum, scale, params.key_cotangent, plan().key_cotangent, params.problem.head_dim);
   }
   __device__ __forceinline__ void store_value(const Sum& sum) const {
     float unshift = kUnshift;
     if constexpr (Policy::kEverything) unshift *= shared.rules.keep_scale;
-    store(sum, unshift, params.value_cotangent, shared.plan.value_cotangent,
-          params.problem.value_dim);
+    store(sum, unshift, params.value_cotangent, plan().value_cotangent, params.problem.value_dim);
   }
 
-  // Calls `step` with each item, then adds what is left.
+  // Calls `step` with each item, if there are any.
   template <class Step>
   __device__ __forceinline__ void for_each_item(const Step& step) {
     if constexpr (Policy::kEverything) {
@@ -1220,7 +1308,6 @@ struct BackwardConsumer {
         step(item);
         ++count;
       }
-      if (items.heads > 0) finish_pieces(item);
     }
   }
   // Likewise with those that the reader has found.
@@ -1230,11 +1317,10 @@ struct BackwardConsumer {
     for (bool last = false; !last;) {
       count = uniform(count);
       wait(shared.rows_ready[stage()], count / B::kStages & 1);
-      last = uniform(visited(0).last) != 0;
+      last = uniform(visited(0).is_last) != 0;
       step({uniform(visited(0).item.head), uniform(visited(0).item.tile)});
       ++count;
     }
-    finish_pieces({});
   }
 };
 
@@ -1330,15 +1416,15 @@ struct KeyOwner : BackwardConsumer<T, D, Policy> {
     ptx::wgmma_wait<0>();
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run_unit() {
     C::clear(key_sum);
     C::clear(value_sum);
-    wait(this->shared.keys_landed, 0);
     this->store_no_gradients();
     start();
     this->for_each_item([&](const Item& item) { step(item); });
-    this->store_key(key_sum);
+    this->finish_pieces();
     this->store_value(value_sum);
+    this->store_key(key_sum);
   }
 };
 
@@ -1400,7 +1486,7 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
     this->add_rows(operand, kOfValues ? this->cotangent() : this->query(), sum);
     ptx::wgmma_wait<1>();
     ptx::pin_registers(first);
-    this->add_piece(0, item, first);
+    this->add_piece(0, this->item_before(item), first);
     ptx::wgmma_fence();
     this->start_piece(1, second);
     ptx::wgmma_wait<1>();
@@ -1409,17 +1495,31 @@ struct SumOwner : BackwardConsumer<T, D, Policy> {
     ptx::wgmma_wait<0>();
     ptx::pin_registers(second);
     this->release_gradients();
-    this->add_piece(1, item, second);
+    this->add_piece(1, this->item_before(item), second);
   }
 
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run_unit() {
     C::clear(sum);
-    wait(this->shared.keys_landed, 0);
     if (!kOfValues) this->store_no_gradients();
     this->for_each_item([&](const Item& item) { step(item); });
+    this->finish_pieces();
     kOfValues ? this->store_value(sum) : this->store_key(sum);
   }
 };
+
+// Units of a consumer warpgroup. A new object for each: no register is kept from one to the next.
+template <class Consumer, class Params, class Shared>
+__device__ __forceinline__ void run_units(const Params& params, Shared& shared, int warpgroup) {
+  uint32_t count = 0;
+#pragma unroll 1
+  for (uint32_t units = 0;; ++units) {
+    Consumer consumer = {{params, shared, warpgroup, count, units}};
+    if (!consumer.begin_unit()) return;
+    consumer.run_unit();
+    consumer.end_unit();
+    count = consumer.count;
+  }
+}
 
 template <class T, int D, class Policy>
 __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
@@ -1432,7 +1532,12 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
     const auto init = [](uint64_t& barrier, int arrivals) {
       ptx::mbarrier_init(shared_address(&barrier), arrivals);
     };
+    for (int plan = 0; plan < B::kPlans; ++plan) {
+      init(shared.plan_full[plan], 1);
+      init(shared.plan_empty[plan], B::kPlanReaders);
+    }
     init(shared.keys_landed, 1);
+    init(shared.keys_empty, B::kWarps);
     for (int stage = 0; stage < B::kStages; ++stage) {
       init(shared.rows_landed[stage], 1);
       init(shared.rows_ready[stage], 1);
@@ -1452,46 +1557,28 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
         init(shared.rules.arrays_empty[stage], B::kArrayWarps);
       }
     }
+    if constexpr (Policy::kEverything) {
+      shared.rules.keep_scale =
+          static_cast<float>(dropout_keep_scale(params.problem.dropout_threshold));
+    }
     ptx::fence_mbarrier_init();
   }
-  // A warp for each, so that one need not wait for the other: barriers above, the plan here.
-  if (threadIdx.x == 32) make_plan<T, D, Policy>(params, shared.plan);
-  __syncthreads();  // all threads wait for barriers and plan
-  if (threadIdx.x >= 128 && threadIdx.x < 128 + B::kKeys) {
-    const int key = threadIdx.x - 128;
-    const int64_t at = int64_t{shared.plan.first_key} + key;
-    const Range seen = rows_of_any_key(shared.plan.extent, {at, at + 1});
-    shared.key_rows[key] = {static_cast<int>(seen.begin),
-                            static_cast<int>(max_of(seen.end - seen.begin, 0))};
-  }
-  if constexpr (Policy::kEverything) {
-    // Keys come while it is found out which rows see them.
-    if (threadIdx.x == 0) BackwardLoader<T, D, Policy>{params, shared}.copy_keys();
-    if (threadIdx.x / 32 == 1) plan_items<T, D>(params, shared);
-  }
-  __syncthreads();  // all threads wait for key_rows, and what all rules need
+  __syncthreads();  // all threads wait for the barriers
 
   const int warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
     ptx::give_registers<B::kProducerRegisters>();
-    const BackwardLoader<T, D, Policy> loader = {params, shared};
-    const BackwardReader<T, D, Policy> reader = {params, shared};
-    if constexpr (Policy::kEverything) {
-      if (warp == 0) loader.run_everything();
-      if (warp == 1) reader.run_everything();
-    } else {
-      if (warp == 0 && threadIdx.x == 0) loader.run();
-      if (warp == 1) reader.run();
-    }
+    if (warp == 0) BackwardLoader<T, D, Policy>{params, shared}.run();
+    if (warp == 1) BackwardReader<T, D, Policy>{params, shared}.run();
     if (B::kOwnsKeys && warp >= 2) BackwardAdder<T, D, Policy>{params, shared, warp - 2}.run();
   } else {
     ptx::take_registers<B::kConsumerRegisters>();
     if constexpr (B::kOwnsKeys) {
-      KeyOwner<T, D, Policy>{{params, shared, warp / 4 - 1}}.run();
+      run_units<KeyOwner<T, D, Policy>>(params, shared, warp / 4 - 1);
     } else if (warp < 8) {
-      SumOwner<T, D, Policy, true>{{params, shared, 0}}.run();
+      run_units<SumOwner<T, D, Policy, true>>(params, shared, 0);
     } else {
-      SumOwner<T, D, Policy, false>{{params, shared, 1}}.run();
+      run_units<SumOwner<T, D, Policy, false>>(params, shared, 1);
     }
   }
 }

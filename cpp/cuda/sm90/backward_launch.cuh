@@ -44,6 +44,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (wants_query) params.query_sums = cursor.take<float>(sums);
   const int64_t rows = query_heads * problem.query_length;
   params.rows = {cursor.take<float>(rows), cursor.take<float>(rows), cursor.take<float>(rows)};
+  params.next_unit = cursor.take<uint32_t>(1);
   params.turns_a_head = tiles_of(problem.query_length, BackwardParams::kTurnRows);
   const int64_t turns = query_heads * params.turns_a_head * BackwardTile::kWarpgroups;
   if (params.deterministic && wants_query) params.turns = cursor.take<uint32_t>(turns);
@@ -55,8 +56,12 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
   if (key_heads * tiles == 0) return nullptr;
 
-  int arch = 0;
+  int arch = 0, device = 0, processors = 0;
   Error error = prepare_kernel(kernel, cache, [](int) { return kShared; }, arch);
+  if (error == nullptr) error = text_of(cudaGetDevice(&device));
+  if (error == nullptr) {
+    error = text_of(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  }
   if (error == nullptr) {
     error = make_map(problem, problem.query, problem.head_dim, problem.query_heads,
                      problem.query_length, kTile.rows, params.query);
@@ -93,7 +98,8 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   params.schedule.heads = static_cast<uint32_t>(key_heads);
   params.schedule.section_heads = section_key_heads(key_heads, tiles);
   params.schedule.last_first = params.deterministic;  // what a block waits for has started before
-  kernel<<<static_cast<unsigned>(key_heads * tiles), kTile.threads(), kShared, stream>>>(params);
+  const int64_t blocks = std::min<int64_t>(key_heads * tiles, processors);
+  kernel<<<static_cast<unsigned>(blocks), kTile.threads(), kShared, stream>>>(params);
   if (wants_query) {
     finish.query_sums = params.query_sums;
     finish.strips = params.strips;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "attention/visibility.h"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/sm90/params.h"
 
@@ -20,6 +21,37 @@ __device__ __forceinline__ Place place_of(const TileMap& map, const BatchIndex& 
     batch += static_cast<int>(index.at[dim]) * map.batch[dim];
   }
   return {head, batch};
+}
+
+// Positions at + begin .. at + end within the length, in 32 bits.
+struct Neighbours {
+  int begin, end, length;
+
+  __device__ __forceinline__ int first_of(int at) const { return clamped(at + begin); }
+  __device__ __forceinline__ int end_of(int at) const { return clamped(at + end); }
+
+ private:
+  __device__ __forceinline__ int clamped(int position) const {
+    return max(0, min(position, length));
+  }
+};
+
+// Those from `left` before `center` to `right` after it.
+__device__ __forceinline__ Neighbours neighbours(int64_t center, int64_t left, int64_t right,
+                                                 int64_t length) {
+  constexpr int64_t kFar = 1 << 30;  // beyond any position, and one more is still within 32 bits
+  return {static_cast<int>(left == kUnlimited ? -kFar : clamp_to(center - left, -kFar, kFar)),
+          static_cast<int>(right == kUnlimited ? kFar : clamp_to(center + right + 1, -kFar, kFar)),
+          static_cast<int>(length)};
+}
+// Keys in the range of an existing row, and rows that have an existing key in theirs.
+__device__ __forceinline__ Neighbours keys_near_rows(const Extent& extent) {
+  return neighbours(extent.query_offset, extent.window_left, extent.window_right,
+                    extent.key_length);
+}
+__device__ __forceinline__ Neighbours rows_near_keys(const Extent& extent) {
+  return neighbours(-extent.query_offset, extent.window_right, extent.window_left,
+                    extent.query_length);
 }
 
 // A place in a ring of stages, and the parity of the phase that its barriers are in there; both in

@@ -39,17 +39,6 @@ struct KeyTiles {
   int begin, end;
 };
 
-// keys_of_row of existing rows in 32 bits: row r sees keys r + begin .. r + end, within the length.
-struct RowKeys {
-  int begin, end, length;
-
-  __device__ __forceinline__ int first_of(int row) const { return clamped(row + begin); }
-  __device__ __forceinline__ int end_of(int row) const { return clamped(row + end); }
-
- private:
-  __device__ __forceinline__ int clamped(int key) const { return max(0, min(key, length)); }
-};
-
 // What a block is to do with one tile of rows.
 template <int kWarpgroups, class Policy>
 struct Plan : PlanRules<Policy> {
@@ -58,7 +47,7 @@ struct Plan : PlanRules<Policy> {
   KeyTiles keys;                // that come by
   KeyTiles seen[kWarpgroups];   // those of them that a warpgroup sees
   KeyTiles whole[kWarpgroups];  // those of them that it need not look at key by key
-  RowKeys row_keys;
+  Neighbours row_keys;          // keys_of_row of existing rows
   int query_length;
   float scale;
   BatchIndex index;
@@ -66,16 +55,6 @@ struct Plan : PlanRules<Policy> {
   // Element offsets of the head.
   int64_t output, logit_max, log_sum;
 };
-
-// keys_of_row as RowKeys.
-__device__ __forceinline__ RowKeys row_keys_of(const Extent& extent) {
-  constexpr int64_t kFar = 1 << 30;  // beyond any key, and a row more is still within 32 bits
-  const int64_t begin = extent.query_offset - extent.window_left;
-  const int64_t end = extent.query_offset + extent.window_right + 1;
-  return {static_cast<int>(extent.window_left == kUnlimited ? -kFar : clamp_to(begin, -kFar, kFar)),
-          static_cast<int>(extent.window_right == kUnlimited ? kFar : clamp_to(end, -kFar, kFar)),
-          static_cast<int>(extent.key_length)};
-}
 
 template <class T, int D, int V, Reach kReach, class Policy>
 struct Forward {
@@ -234,7 +213,7 @@ struct Planner {
       plan.first_row = first_row;
       plan.keys = all;
       plan.query_length = static_cast<int>(extent.query_length);
-      plan.row_keys = row_keys_of(extent);
+      plan.row_keys = keys_near_rows(extent);
     }
     if (lane() == 1) plan.output = offset(params.output);
     if (lane() == 2) plan.logit_max = offset(params.statistics.logit_max);
@@ -620,7 +599,7 @@ struct Consumer {
   }
 
   // Minus infinity where a key is outside the row's range.
-  __device__ __forceinline__ void hide_outside(const RowKeys& row_keys, int first_row, int tile,
+  __device__ __forceinline__ void hide_outside(const Neighbours& row_keys, int first_row, int tile,
                                                float (&s)[kLogits]) const {
     const int first_key = tile * kKeys + 2 * (thread() & 3);
 #pragma unroll

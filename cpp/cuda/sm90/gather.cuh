@@ -1,5 +1,5 @@
 // Puts what the backward pass needs of rows, [*B, T, N] in JAX, in an order in which the lanes of a
-// warp read neighbours.
+// warp read neighbours. Sets the count of tiles that were dealt out to 0, too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,6 +17,7 @@ inline constexpr int kGatherWarps = 8;  // and writes rows of a head
 inline constexpr int kGatherArrays = 3;
 
 static __global__ void gather_rows_kernel(const __grid_constant__ BackwardParams params) {
+  if (blockIdx.x == 0 && threadIdx.x == 0 && threadIdx.y == 0) *params.next_unit = 0;
   __shared__ float tiles[kGatherArrays][kGatherTile][kGatherTile + 1];  // no two rows in one bank
   const Problem& problem = params.problem;
   const auto row_tiles = static_cast<unsigned>(tiles_of(problem.query_length, kGatherTile));

@@ -55,11 +55,12 @@ struct BackwardParams {
   Statistics statistics;
   Tensor output_cotangent;
   Tensor delta;
-  GatheredRows rows;       // the same once more
-  Tensor key_cotangent;    // data nullptr: not wanted
-  Tensor value_cotangent;  // likewise
-  Schedule schedule;       // tiles of keys, key heads
-  uint32_t group = 1;      // query heads a key head
+  GatheredRows rows;              // the same once more
+  Tensor key_cotangent;           // data nullptr: not wanted
+  Tensor value_cotangent;         // likewise
+  Schedule schedule;              // tiles of keys, key heads
+  uint32_t* next_unit = nullptr;  // how many tiles of keys were dealt out
+  uint32_t group = 1;             // query heads a key head
   // As sm80::BackwardParams has them.
   float* query_sums = nullptr;
   int64_t strips = 0;

@@ -56,6 +56,7 @@ struct BackwardTile {
   // Of tiles of bias and mask, and bytes of one.
   int array_stages = 1;
   int array_bytes = 0;
+  int plans = 2;  // of units: with one, the next is planned when the last is done
 
   static constexpr int kWarpgroups = 2;
   constexpr int threads() const { return 128 * (kWarpgroups + 1); }
@@ -98,7 +99,7 @@ constexpr BackwardTile backward_tile(int dim) {
 constexpr BackwardTile everything_backward_tile(int dim) {
   if (dim <= 64) return {128, 64, 2, 2, 64 * 128 * 5};
   if (dim <= 128) return {128, 64, 2, 1, 64 * 128 * 3};
-  return {64, 64, 2, 1, 64 * 64 * 2};
+  return {64, 64, 2, 1, 64 * 64 * 2, 1};
 }
 
 }  // namespace jaxflash::cuda::sm90
