@@ -842,14 +842,15 @@ struct Consumer {
   // result is as of move_references. P V has come by the time that references are known, and before
   // the exponentials it must have: while their unit is busy, probabilities are packed into the
   // registers that it reads. ptxas moves the wait for it ahead of what does not need it, but not of
-  // a branch. All rules want these registers themselves.
+  // a branch. Where outputs are large, all rules want these registers themselves.
+  static constexpr bool kAwaitsFirst = Policy::kEverything && V >= 128;
   __device__ __forceinline__ bool finish_products(const Plan& plan, const Unit& unit,
                                                   const Visit& visit, float (&s)[kLogits],
                                                   Exponent<T>& exponent, float (&shrink)[2]) {
-    if (Policy::kEverything) wait_for_output();
+    if (kAwaitsFirst) wait_for_output();
     exponent = make_logits(plan, unit, visit, s);
     const bool moved = move_references(s, exponent, shrink);
-    if (!Policy::kEverything) wait_for_output();
+    if (!kAwaitsFirst) wait_for_output();
     return moved;
   }
   __device__ __forceinline__ void wait_for_output() {
