@@ -120,6 +120,14 @@ JAXFLASH_INLINE bool rows_may_see_nothing(const Problem& problem) {
          problem.key_value_lengths.data != nullptr || problem.window_left != kUnlimited;
 }
 
+// Whether every row sees every key, but for a bias of minus infinity, as far as the operands'
+// presence tells.
+JAXFLASH_INLINE bool rows_see_all_keys(const Problem& problem) {
+  return problem.mask.data == nullptr && problem.query_segment_ids.data == nullptr &&
+         problem.query_lengths.data == nullptr && problem.key_value_lengths.data == nullptr &&
+         problem.window_left == kUnlimited && problem.window_right == kUnlimited;
+}
+
 // The least and the greatest segment id of a tile's rows or keys.
 struct SegmentBounds {
   int32_t least;

@@ -152,8 +152,9 @@ static __global__ void bias_finish_kernel(const float* sums, BiasFinishParams pa
 
 // What the kernel adds to, or stores to, if it is wanted: sums start from zero, and hidden tiles
 // are not visited.
-inline Error clear_bias(const Tensor& cotangent, bool sums, const BiasFinishParams& bias,
-                        Stream stream) {
+inline Error clear_bias(const Problem& problem, const Tensor& cotangent, bool sums,
+                        const BiasFinishParams& bias, Stream stream) {
+  if (!sums && rows_see_all_keys(problem)) return nullptr;
   const DType dtype = sums ? DType::kF32 : bias.cotangent.dtype;
   const int64_t size = dtype == DType::kF32 ? 4 : 2;
   if (cotangent.data == nullptr || bias.elements == 0) return nullptr;

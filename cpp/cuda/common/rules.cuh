@@ -16,6 +16,7 @@
 #include "attention/visibility.h"
 #include "cuda/common/softmax.cuh"
 #include "cuda/ptx/arithmetic.cuh"
+#include "cuda/ptx/ldmatrix.cuh"
 #include "cuda/sm80/element.cuh"
 #include "cuda/sm80/params.h"
 #include "cuda/sm80/tile.cuh"
@@ -591,6 +592,45 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
   }
 }
 
+// Whether four columns from a multiple of four on are an aligned word of 8 bytes, of 16-bit types.
+__device__ __forceinline__ bool has_quads(const Problem& problem, const Tensor& tensor,
+                                          int64_t offset) {
+  const bool whole = ((offset | tensor.row | problem.key_length) & 3) == 0;
+  return tensor.column == 1 && whole && reinterpret_cast<uintptr_t>(tensor.data) % 8 == 0;
+}
+
+// Writes accumulators with keys as rows to an array whose keys are neighbours: 8x8 matrices are
+// transposed, so that a quad has 16 keys of a row, and a thread four of them.
+template <class E, int kStrips, int kBlocks>
+__device__ __forceinline__ void store_keys_down(const Directions& directions, typename E::Bits* to,
+                                                const float (&g)[kStrips][kBlocks][4]) {
+  const auto& [keys, rows] = directions;
+  const int lane = lane_now(), quad = lane % 4;
+  // Lanes that have keys 4 * quad, + 1 and the next two, of the first eight keys or the second.
+  const int from = (lane & ~3) + 2 * quad % 4;
+  const int64_t row = rows.first + lane / 4;
+  const int rows_left = static_cast<int>(min_of(rows.end - row, 8 * kBlocks));
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip) {
+    const int64_t key = keys.first + 16 * strip + 4 * quad;
+    auto* at = to + row * rows.stride + key;
+    const int left = key < keys.end ? rows_left : 0;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block, at += 8 * rows.stride) {
+      const float (&x)[4] = g[strip][block];
+      const uint32_t first = ptx::transpose_8x8(pack(E(), x[0], x[1]));
+      const uint32_t second = ptx::transpose_8x8(pack(E(), x[2], x[3]));
+      const auto word_of = [&](int source) {
+        const uint32_t a = __shfl_sync(0xffffffffu, first, source);
+        const uint32_t b = __shfl_sync(0xffffffffu, second, source);
+        return quad < 2 ? a : b;
+      };
+      const uint2 four = {word_of(from), word_of(from + 1)};
+      if (8 * block < left) *reinterpret_cast<uint2*>(at) = four;
+    }
+  }
+}
+
 // Writes the gradients of logits where they are the gradients of a bias that is not broadcast.
 template <class E, class Place, int kStrips, int kBlocks>
 __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
@@ -600,8 +640,15 @@ __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
   const int lane = threadIdx.x & 31;
   const int64_t offset = batch_offset(cotangent, view.index) + view.head * cotangent.head;
   const bool pairs = !Place::kKeysDown && has_pairs(problem, cotangent, offset, kSize<E>);
-  const auto [down, across] =
+  const Directions both_ways =
       directions(place, cotangent, view.extent.query_length, problem.key_length);
+  const auto& [down, across] = both_ways;
+  if constexpr (Place::kKeysDown && kSize<E> == 2) {
+    if (has_quads(problem, cotangent, offset)) {
+      return store_keys_down<E>(both_ways, static_cast<typename E::Bits*>(cotangent.data) + offset,
+                                g);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
     const int64_t at_row = down.first + 16 * (i / 2) + lane / 4 + 8 * (i % 2);

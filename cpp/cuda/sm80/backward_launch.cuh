@@ -61,7 +61,8 @@ Error launch_backward(BackwardParams params, QueryFinishParams finish, BiasFinis
     cudaMemsetAsync(params.query_sums, 0, sums * sizeof(float), stream);
     if (deterministic) cudaMemsetAsync(params.turns, 0, turns * sizeof(uint32_t), stream);
   }
-  if (const Error error = clear_bias(params.bias_cotangent, params.bias_sums, bias, stream)) {
+  if (const Error error =
+          clear_bias(problem, params.bias_cotangent, params.bias_sums, bias, stream)) {
     return error;
   }
   params.schedule.tiles = static_cast<uint32_t>(key_tiles);

@@ -88,7 +88,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
     error = prepare_rules(kTile.rows, kTile.keys, kTile.array_bytes, params, stream);
   }
   if (error == nullptr) {
-    error = sm80::clear_bias(params.bias_cotangent, params.bias_sums, bias, stream);
+    error = sm80::clear_bias(problem, params.bias_cotangent, params.bias_sums, bias, stream);
   }
   if (error != nullptr) return error;
 
