@@ -66,31 +66,47 @@ def test_features_of_wide_heads(native, feature, H):
     make_call(shape, bfloat16(), **FEATURES[feature]).check(native)
 
 
-MANY = 40  # batches, whose tiles of keys are more than any GPU has multiprocessors
+MANY = 80  # batches, whose tiles of keys are several for each multiprocessor
 LENGTHS = {  # none at all among them
-    "query_seq_lengths": np.arange(MANY) * 77 % 301,
-    "key_value_seq_lengths": np.arange(MANY) * 59 % 301,
+    "query_seq_lengths": np.arange(MANY) * 77 % 151,
+    "key_value_seq_lengths": np.arange(MANY) * 59 % 201,
 }
+DOCUMENTS = np.arange(MANY * 200).reshape(MANY, 200) // 170
 MANY_FEATURES = {
     "plain": {},
     "lengths": LENGTHS,
     "lengths, deterministic": LENGTHS | {"deterministic_gradients": True},
     "causal, deterministic": {"is_causal": True, "deterministic_gradients": True},
     "documents": {
-        "query_segment_ids": np.arange(MANY * 300).reshape(MANY, 300) // 170,
-        "key_value_segment_ids": np.arange(MANY * 300).reshape(MANY, 300) // 170,
+        "query_segment_ids": DOCUMENTS[:, :150],
+        "key_value_segment_ids": DOCUMENTS,
     },
-    "mask": LENGTHS | {"mask": lambda rng: rng.random((MANY, 1, 1, 300)) < 0.5},
+    "mask": LENGTHS | {"mask": lambda rng: rng.random((1, 1, 150, 200)) < 0.5},
+    "bias": LENGTHS | {"bias": lambda rng: normal(rng, (1, 4, 150, 200), bfloat16())},
     "dropout": {"dropout_rate": 0.2, "dropout_key": jax.random.key(3)},
 }
 
 
 @pytest.mark.parametrize("feature", MANY_FEATURES)
-@pytest.mark.parametrize("H", [64, 128, 256])
-def test_blocks_take_one_tile_after_the_other(native, feature, H):
-    make_call(
-        Shape(B=MANY, T=300, S=300, N=4, K=4, H=H), bfloat16(), **MANY_FEATURES[feature]
-    ).check(native)
+@pytest.mark.parametrize(("H", "K"), [(64, 4), (128, 4), (128, 2), (256, 4)])
+def test_blocks_take_one_tile_after_the_other(native, feature, H, K):
+    shape = Shape(B=MANY, T=150, S=200, N=4, K=K, H=H)
+    make_call(shape, bfloat16(), **MANY_FEATURES[feature]).check(native)
+
+
+@pytest.mark.parametrize("H", [64, 128])
+def test_keys_past_lengths_are_cleared_in_the_right_tile(native, H):
+    """Tiles of no or one tile of rows, of which a block may plan one while another's keys come."""
+    lengths = {
+        "query_seq_lengths": np.arange(MANY) % 3 * 20,
+        "key_value_seq_lengths": np.arange(MANY) * 59 % 201,
+    }
+    call = make_call(Shape(B=MANY, T=40, S=200, N=4, K=4, H=H), bfloat16(), **lengths)
+    for name in ("key", "value"):
+        past = np.arange(200) >= lengths["key_value_seq_lengths"][:, None]
+        call.arrays[name][past] = np.nan
+    for _ in range(10):
+        call.check(native)
 
 
 @pytest.mark.parametrize("feature", ["causal", "window", "window of lengths", "documents"])

@@ -44,8 +44,9 @@
 //   - dim 64 with 64 rows, both products of the next item early: 430 -> 376.
 //   - query sums handed over together with the next d, one fence for both: they are read too late.
 //   - a block for each tile of keys: 30 000 clocks of which 11 000 are a beginning and an end (dim
-//     64, 512 keys). Blocks that take one after the other, whose keys come while the sums of the
-//     last are stored: 1.08 in the mean of dims and 512 to 4096 keys, up to 1.17.
+//     64, 512 keys). That blocks stay, plan the next unit meanwhile, and have its keys copied while
+//     the sums of the last are stored made it 1.08 times as fast in the mean of dims and 512 to
+//     4096 keys, up to 1.17.
 //   - sums of keys and values stored by way of shared memory, in fewer instructions: nothing, and
 //     0.94 with dim 256, whose loop then reads all statistics before the first exponential.
 //
@@ -93,7 +94,7 @@ struct Item {
   int head, tile;
 };
 
-// The items of a block: tiles [begin, end) of rows, those that see any of the keys, of each head.
+// The items of a unit: tiles [begin, end) of rows, those that see any of the keys, of each head.
 struct Items {
   int begin, end;
   int heads;  // of queries; 0 where no row sees any of the keys
@@ -198,11 +199,14 @@ struct Backward {
   static_assert(kTile.array_bytes % 1024 == 0);
   static_assert(!Policy::kEverything || kRows == 64, "tiles of bias and mask have 64 rows");
 
-  // Barriers; `warps` stands for all consumer warps.
+  // Barriers; `warps` stands for all consumer warps. Those of plans and keys have a phase a unit,
+  // those of gradients one an item and one more a unit, those of strips likewise where the order of
+  // additions counts, all others one an item. Whoever waits for one sees each of its phases.
   //   plan_full        the loader arrives; all others wait
   //   plan_empty       reader, adders and each warp arrive once done with a unit; the loader waits
   //   keys_landed      the loader arrives, copies are counted; warps and the reader wait
-  //   keys_empty       each warp arrives once its products of them are done; the loader waits
+  //   keys_empty       each warp arrives once its products of them are done, and the reader once it
+  //                    has seen them land; the loader waits
   //   rows_landed      the loader arrives, copies are counted; the reader waits
   //   rows_ready       the reader arrives: rows have landed, terms are there, rows (and keys) that
   //                    must not count are zeros; warps wait
@@ -236,6 +240,7 @@ struct Backward {
     KeyRows key_rows[kKeys];
   };
   static constexpr int kPlans = kTile.plans;
+  // Consumer warps, the reader and the adders.
   static constexpr int kPlanReaders = kWarps + 1 + (kOwnsKeys ? BackwardTile::kWarpgroups : 0);
   struct Shared : std::conditional_t<Policy::kEverything, Arrays, NoArrays> {
     uint8_t key[kKeyBytes];
@@ -379,8 +384,9 @@ struct BackwardLoader {
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
   __device__ __forceinline__ const Plan& plan() const { return shared.plans[plans.stage()]; }
 
-  // Units come in the order in which blocks ask for them: the first too, since where the order of
-  // additions counts, none may wait for a unit of a block that has not started.
+  // Units come in the order in which blocks ask for them, the first too. Where the order of
+  // additions counts, a unit waits for earlier ones only, and these are of blocks that run and are
+  // at them or at still earlier ones: of all that are not done the earliest waits for none.
   __device__ __forceinline__ uint32_t next_unit() const {
     uint32_t next = 0;
     if (lane() == 0) next = atomicAdd(params.next_unit, 1);
@@ -428,24 +434,28 @@ struct BackwardLoader {
   __device__ __forceinline__ void copy_keys() {
     wait(shared.keys_empty, key_parity ^ 1);
     key_parity ^= 1;
-    if (lane() != 0) return;
-    const uint32_t keys = shared_address(&shared.keys_landed);
-    ptx::mbarrier_arrive_expecting(keys, 2 * B::kKeyBytes);
-    copy<B::kKeyPanelBytes>(params.key, plan().key, 0, plan().first_key, shared.key, keys);
-    copy<B::kKeyPanelBytes>(params.value, plan().value, 0, plan().first_key, shared.value, keys);
+    if (lane() == 0) {
+      const uint32_t keys = shared_address(&shared.keys_landed);
+      ptx::mbarrier_arrive_expecting(keys, 2 * B::kKeyBytes);
+      copy<B::kKeyPanelBytes>(params.key, plan().key, 0, plan().first_key, shared.key, keys);
+      copy<B::kKeyPanelBytes>(params.value, plan().value, 0, plan().first_key, shared.value, keys);
+    }
+    __syncwarp();  // no lane falls behind by two phases of what it waits for
   }
 
   __device__ __forceinline__ void copy_rows(const Item& item) {
     const uint32_t stage = rows.stage();
     wait(shared.rows_empty[stage], rows.parity() ^ 1);
     rows.advance();
-    if (lane() != 0) return;
-    const uint32_t landed = shared_address(&shared.rows_landed[stage]);
-    ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
-    copy<B::kRowPanelBytes>(params.query, plan().query, item.head, item.tile * B::kRows,
-                            shared.query[stage], landed);
-    copy<B::kRowPanelBytes>(params.cotangent, plan().cotangent, item.head, item.tile * B::kRows,
-                            shared.cotangent[stage], landed);
+    if (lane() == 0) {
+      const uint32_t landed = shared_address(&shared.rows_landed[stage]);
+      ptx::mbarrier_arrive_expecting(landed, 2 * B::kRowBytes);
+      copy<B::kRowPanelBytes>(params.query, plan().query, item.head, item.tile * B::kRows,
+                              shared.query[stage], landed);
+      copy<B::kRowPanelBytes>(params.cotangent, plan().cotangent, item.head, item.tile * B::kRows,
+                              shared.cotangent[stage], landed);
+    }
+    __syncwarp();  // as above
   }
 
   // Bias and mask of an item, as far as they are copied in tiles; of the mask only where it is
@@ -471,7 +481,8 @@ struct BackwardLoader {
     copy(params.mask, rules.mask, params.problem.mask, mask_bytes, tiles + staging.bias_bytes);
   }
 
-  // Keys come after the first rows, for which there is room sooner.
+  // Keys come after the first rows, for which there is room sooner; also where there are no rows,
+  // so that barriers' phases are those of units.
   __device__ __forceinline__ void load_unit() {
     bool has_keys = false;
 #pragma unroll 1
@@ -485,7 +496,7 @@ struct BackwardLoader {
   }
 
   // The next unit is asked for when the rows of the last one are on their way, no sooner, so that
-  // no block has one waiting while others have nothing to do.
+  // no block has one waiting for long while others have nothing to do.
   __device__ __forceinline__ void run() {
     const uint32_t units = params.schedule.tiles * params.schedule.heads;
 #pragma unroll 1
@@ -679,7 +690,11 @@ struct BackwardReader {
   __device__ __forceinline__ void run() {
     for_each_unit(shared, plans, [this] {
       read_unit();
+      // In each unit, and the loader waits for it: a parity tells only neighbouring phases apart.
+      wait(shared.keys_landed, key_parity);
       key_parity ^= 1;
+      __syncwarp();  // lane 0 waits for all lanes to have seen them land
+      if (lane() == 0) arrive(shared.keys_empty);
     });
   }
 };
@@ -726,9 +741,8 @@ struct BackwardAdder {
     ptx::bulk_wait_read();
   }
 
-  // Where the order counts, tiles of keys add to the same rows in descending order. Blocks of later
-  // tiles start earlier, so that those waited for are under way. Rows share a turn where a tile of
-  // them takes less time than handing it on.
+  // Where the order counts, tiles of keys add to the same rows in descending order, in which they
+  // are dealt out. Rows share a turn where a tile of them takes less time than handing it on.
   static constexpr int kTurnTiles = BackwardParams::kTurnRows / B::kRows;  // of rows, a turn
   __device__ __forceinline__ uint32_t* turns_of(const Item& item) const {
     const int64_t head = plan().rows / params.problem.query_length + item.head;
@@ -845,8 +859,8 @@ struct BackwardConsumer {
 
   __device__ __forceinline__ uint32_t stage() const { return count % B::kStages; }  // of rows
   __device__ __forceinline__ uint32_t next_stage() const { return (count + 1) % B::kStages; }
-  // Of gradients of the item before (at first, of zeros), and of the current one.
-  // Of each unit there are those of one item more.
+  // Of gradients of the item before (at first, of zeros), and of the current one: of each unit
+  // there are those of one item more.
   __device__ __forceinline__ Ring<2> last_gradients() const { return {(count + units) % 4}; }
   __device__ __forceinline__ Ring<2> next_gradients() const { return {(count + units + 1) % 4}; }
 
@@ -1537,7 +1551,7 @@ __global__ void __launch_bounds__(Backward<T, D, Policy>::kThreads, 1)
       init(shared.plan_empty[plan], B::kPlanReaders);
     }
     init(shared.keys_landed, 1);
-    init(shared.keys_empty, B::kWarps);
+    init(shared.keys_empty, B::kWarps + 1);
     for (int stage = 0; stage < B::kStages; ++stage) {
       init(shared.rows_landed[stage], 1);
       init(shared.rows_ready[stage], 1);

@@ -11,13 +11,13 @@
 
 namespace jaxflash::cuda::sm90 {
 
-// Key heads of a section: its blocks walk the same rows and add to the same sums, which the L2
-// cache holds the better the fewer heads are under way. As many as give each multiprocessor a
-// block, and one more for those that are done early, but no last section of a few, since long tiles
+// Key heads of a section: its tiles of keys walk the same rows and add to the same sums, which the
+// L2 cache holds the better the fewer heads are under way. As many as give each multiprocessor a
+// tile, and one more for those that are done early, but no last section of a few, since long tiles
 // and short ones even out within a section.
 inline uint32_t section_key_heads(int64_t key_heads, int64_t tiles) {
-  constexpr int64_t kSectionBlocks = 264;
-  const int64_t least = tiles_of(kSectionBlocks, tiles);
+  constexpr int64_t kSectionTiles = 264;
+  const int64_t least = tiles_of(kSectionTiles, tiles);
   int64_t heads = least;
   while (heads < key_heads && key_heads % heads != 0 && key_heads % heads < least) ++heads;
   return static_cast<uint32_t>(std::min(heads, key_heads));
@@ -37,7 +37,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   const int64_t tiles = tiles_of(problem.key_length, kTile.keys);
   const bool wants_query =
       finish.query_cotangent.data != nullptr || finish.scale_cotangent.data != nullptr;
-  if (key_heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 blocks";
+  if (key_heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 tiles";
 
   params.strips = tiles_of(problem.query_length, 16);
   const int64_t sums = query_heads * params.strips * 16 * D;
@@ -97,7 +97,7 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   params.schedule.tiles = static_cast<uint32_t>(tiles);
   params.schedule.heads = static_cast<uint32_t>(key_heads);
   params.schedule.section_heads = section_key_heads(key_heads, tiles);
-  params.schedule.last_first = params.deterministic;  // what a block waits for has started before
+  params.schedule.last_first = params.deterministic;  // what a tile waits for was dealt out before
   const int64_t blocks = std::min<int64_t>(key_heads * tiles, processors);
   kernel<<<static_cast<unsigned>(blocks), kTile.threads(), kShared, stream>>>(params);
   if (wants_query) {

@@ -59,7 +59,7 @@ struct BackwardParams {
   Tensor key_cotangent;           // data nullptr: not wanted
   Tensor value_cotangent;         // likewise
   Schedule schedule;              // tiles of keys, key heads
-  uint32_t* next_unit = nullptr;  // how many tiles of keys were dealt out
+  uint32_t* next_unit = nullptr;  // how many tiles of keys were dealt out; gather_rows sets it to 0
   uint32_t group = 1;             // query heads a key head
   // As sm80::BackwardParams has them.
   float* query_sums = nullptr;

@@ -56,7 +56,7 @@ struct BackwardTile {
   // Of tiles of bias and mask, and bytes of one.
   int array_stages = 1;
   int array_bytes = 0;
-  int plans = 2;  // of units: with one, the next is planned when the last is done
+  int plans = 2;  // of units: with one, for want of shared memory, the next waits for the last
 
   static constexpr int kWarpgroups = 2;
   constexpr int threads() const { return 128 * (kWarpgroups + 1); }
