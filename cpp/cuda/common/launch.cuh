@@ -74,6 +74,13 @@ Error prepare_kernel(Kernel kernel, KernelCache& cache, const SharedBytes& share
   return nullptr;
 }
 
+// How many multiprocessors the current device has.
+inline Error count_processors(int& processors) {
+  int device = 0;
+  if (const Error error = text_of(cudaGetDevice(&device))) return error;
+  return text_of(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+}
+
 // Whether rows of `columns` elements can be copied in aligned pieces of 16 bytes.
 inline bool allows_vectors(const Tensor& tensor, int64_t columns, int64_t size) {
   int64_t strides = columns | tensor.head | tensor.row;

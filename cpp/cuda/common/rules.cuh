@@ -273,11 +273,13 @@ __device__ __forceinline__ uint2 global_pair(const typename E::Bits* from) {
   }
 }
 
-// Whether pairs of columns from an even one on are aligned words.
-__device__ __forceinline__ bool has_pairs(const Problem& problem, const Tensor& tensor,
-                                          int64_t offset, int size) {
-  const bool even = ((offset | tensor.row | problem.key_length) & 1) == 0;
-  return tensor.column == 1 && even && reinterpret_cast<uintptr_t>(tensor.data) % (2 * size) == 0;
+// Whether `count` neighbouring columns, a power of two, from a multiple of it on are an aligned
+// word.
+__device__ __forceinline__ bool has_words(const Problem& problem, const Tensor& tensor,
+                                          int64_t offset, int size, int count) {
+  const bool whole = ((offset | tensor.row | problem.key_length) & (count - 1)) == 0;
+  return tensor.column == 1 && whole &&
+         reinterpret_cast<uintptr_t>(tensor.data) % (count * size) == 0;
 }
 
 // How tiles [rows][kKeys] of bias and mask lie in shared memory.
@@ -403,7 +405,7 @@ __device__ __forceinline__ void for_each_global_pair(const Problem& problem, con
   const int last_row = static_cast<int>(extent.query_length) - 1;
   const int last_column = static_cast<int>(problem.key_length) - 1;
   const bool whole = column - 2 * (lane % 4) + 8 * kBlocks - 1 <= last_column;
-  const bool pairs = whole && has_pairs(problem, tensor, offset, kSize<E>);
+  const bool pairs = whole && has_words(problem, tensor, offset, kSize<E>, 2);
 #pragma unroll
   for (int i = 0; i < 2 * kStrips; ++i) {
     const Bits* const of_row = data + min(row + 8 * i, last_row) * tensor.row;
@@ -592,19 +594,12 @@ __device__ __forceinline__ void add_bias_cotangent(const Problem& problem, const
   }
 }
 
-// Whether four columns from a multiple of four on are an aligned word of 8 bytes, of 16-bit types.
-__device__ __forceinline__ bool has_quads(const Problem& problem, const Tensor& tensor,
-                                          int64_t offset) {
-  const bool whole = ((offset | tensor.row | problem.key_length) & 3) == 0;
-  return tensor.column == 1 && whole && reinterpret_cast<uintptr_t>(tensor.data) % 8 == 0;
-}
-
 // Writes accumulators with keys as rows to an array whose keys are neighbours: 8x8 matrices are
 // transposed, so that a quad has 16 keys of a row, and a thread four of them.
 template <class E, int kStrips, int kBlocks>
-__device__ __forceinline__ void store_keys_down(const Directions& directions, typename E::Bits* to,
+__device__ __forceinline__ void store_keys_down(const Direction& keys, const Direction& rows,
+                                                typename E::Bits* to,
                                                 const float (&g)[kStrips][kBlocks][4]) {
-  const auto& [keys, rows] = directions;
   const int lane = lane_now(), quad = lane % 4;
   // Lanes that have keys 4 * quad, + 1 and the next two, of the first eight keys or the second.
   const int from = (lane & ~3) + 2 * quad % 4;
@@ -639,14 +634,13 @@ __device__ __forceinline__ void store_bias_cotangent_as(const Problem& problem,
                                                         const float (&g)[kStrips][kBlocks][4]) {
   const int lane = threadIdx.x & 31;
   const int64_t offset = batch_offset(cotangent, view.index) + view.head * cotangent.head;
-  const bool pairs = !Place::kKeysDown && has_pairs(problem, cotangent, offset, kSize<E>);
-  const Directions both_ways =
+  const bool pairs = !Place::kKeysDown && has_words(problem, cotangent, offset, kSize<E>, 2);
+  const auto [down, across] =
       directions(place, cotangent, view.extent.query_length, problem.key_length);
-  const auto& [down, across] = both_ways;
   if constexpr (Place::kKeysDown && kSize<E> == 2) {
-    if (has_quads(problem, cotangent, offset)) {
-      return store_keys_down<E>(both_ways, static_cast<typename E::Bits*>(cotangent.data) + offset,
-                                g);
+    if (has_words(problem, cotangent, offset, kSize<E>, 4)) {
+      auto* const to = static_cast<typename E::Bits*>(cotangent.data) + offset;
+      return store_keys_down<E>(down, across, to, g);
     }
   }
 #pragma unroll

@@ -708,7 +708,7 @@ struct BackwardAdder {
   typename B::Shared& shared;
   int warpgroup;
   Ring<B::kPlans> plans;
-  uint32_t turns = 0, items = 0;  // so far
+  uint32_t turn_count = 0, item_count = 0;  // so far
 
   __device__ __forceinline__ int lane() const { return threadIdx.x & 31; }
   __device__ __forceinline__ const auto& plan() const { return shared.plans[plans.stage()]; }
@@ -717,14 +717,14 @@ struct BackwardAdder {
   // warpgroup write others.
   template <class Add>
   __device__ __forceinline__ void turn(const Add& add) {
-    wait(shared.strips_full[warpgroup], turns & 1);
+    wait(shared.strips_full[warpgroup], turn_count & 1);
     // Not by those who wrote, whom it would keep waiting: a fence may lie anywhere between writes
     // and reads that barriers put in order.
     ptx::fence_proxy_async();
     add();
     __syncwarp();  // lane 0 waits for lanes with a strip
     if (lane() == 0) arrive(shared.strips_empty[warpgroup]);
-    ++turns;
+    ++turn_count;
   }
 
   // Each of the first lanes one warp's strip: 16 rows and 8 blocks of 8 columns, contiguous in
@@ -777,9 +777,9 @@ struct BackwardAdder {
     if (all.heads == 0 && params.turns == nullptr) return;
     turn([] {});
     if constexpr (Policy::kEverything) {
-      const auto visited = [this] { return shared.rules.visits[items % B::kVisits]; };
-      for (; !visited().is_last; ++items) turn([&] { add(visited().item); });
-      ++items;
+      const auto visited = [this] { return shared.rules.visits[item_count % B::kVisits]; };
+      for (; !visited().is_last; ++item_count) turn([&] { add(visited().item); });
+      ++item_count;
     } else {
 #pragma unroll 1
       for (Item item = all.first(); item.head < all.heads; item = all.after(item)) {

@@ -56,12 +56,9 @@ Error launch_backward(BackwardParams params, sm80::QueryFinishParams finish,
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
   if (key_heads * tiles == 0) return nullptr;
 
-  int arch = 0, device = 0, processors = 0;
+  int arch = 0, processors = 0;
   Error error = prepare_kernel(kernel, cache, [](int) { return kShared; }, arch);
-  if (error == nullptr) error = text_of(cudaGetDevice(&device));
-  if (error == nullptr) {
-    error = text_of(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  }
+  if (error == nullptr) error = count_processors(processors);
   if (error == nullptr) {
     error = make_map(problem, problem.query, problem.head_dim, problem.query_heads,
                      problem.query_length, kTile.rows, params.query);

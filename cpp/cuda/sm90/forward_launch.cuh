@@ -37,20 +37,15 @@ Error launch_forward(ForwardParams params, Cursor& cursor, bool launch, Stream s
   if (heads * tiles > INT32_MAX) return "jaxflash: more than 2^31 tiles";
 
   // Tiles that take equally long come in a fixed order, which needs no count.
-  const bool uneven = Policy::kEverything || problem.window_left != kUnlimited ||
-                      problem.window_right != kUnlimited || problem.query_lengths.data != nullptr ||
-                      problem.key_value_lengths.data != nullptr;
+  const bool uneven = Policy::kEverything || !rows_see_all_keys(problem);
   if (uneven) params.next_unit = cursor.take<uint32_t>(1);
   if (Policy::kEverything) params.maps = take_maps(problem, kTile.rows(), kTile.keys, cursor);
   if (!launch) return nullptr;
   if (!cursor.fits()) return "jaxflash: the workspace is too small";
 
-  int arch = 0, device = 0, processors = 0;
+  int arch = 0, processors = 0;
   Error error = prepare_kernel(kernel, cache, [](int) { return kShared; }, arch);
-  if (error == nullptr) error = text_of(cudaGetDevice(&device));
-  if (error == nullptr) {
-    error = text_of(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  }
+  if (error == nullptr) error = count_processors(processors);
   if (error == nullptr) {
     error = make_map(problem, problem.query, problem.head_dim, problem.query_heads,
                      problem.query_length, 64, params.query);

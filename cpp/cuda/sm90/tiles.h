@@ -50,7 +50,7 @@ constexpr ForwardTile everything_tile(int dim, int value_dim) {
 
 // Two consumer warpgroups.
 struct BackwardTile {
-  int keys;    // of a block
+  int keys;    // of a block, at a time
   int rows;    // of queries, at a time
   int stages;  // of tiles of rows
   // Of tiles of bias and mask, and bytes of one.
